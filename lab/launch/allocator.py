@@ -2,7 +2,7 @@
 
 By default glibc returns large blocks to the kernel when they are freed. A training step frees and allocates
 the same blocks again and again, and each time the kernel must provide and clear new pages. For a model of 13
-million parameters this causes tens of thousands of page faults in each step, a tenth of the step's time.
+million parameters on 2 ranks that is a thousand page faults in a step instead of 24, a tenth of its time.
 """
 
 import ctypes

@@ -139,29 +139,6 @@ def test_at_the_end_every_rank_has_the_sum_of_all_and_before_it_some_rank_has_no
         assert any(bits != 2**ranks - 1 for bits in almost)
 
 
-def test_the_messages_of_the_round_are_listed_with_what_is_in_them(browser: Browser, page: Path):
-    browser.open(page, "show=ring&ranks=4&size=160&alpha=1e-3&rate=1&time=0")
-    browser.click("summary")
-    cells = "[...row.cells].map(cell => cell.innerText)"
-    rows = f"[...document.querySelectorAll('details tbody tr')].map(row => {cells})"
-    browser.until(f"{rows}.length === 4")
-    assert json.loads(browser.js(f"JSON.stringify({rows}[0])")) == [
-        *("0 \u2192 1", "30 to 39", "40 bytes", "its own values", "adds", "0 s", "1 ms"),
-    ]
-    browser.js("document.activeElement.blur()")
-    contents = []
-    for _ in range(5):
-        browser.key("ArrowRight")
-        contents.append(browser.js(f"{rows}[0][3] + ', ' + {rows}[0][4]"))
-    assert contents == [
-        "the sum of 2 ranks, adds",
-        "the sum of 3 ranks, adds",
-        *3 * ["the sum of all ranks, copies"],
-    ]
-    browser.key("End")
-    assert browser.js("document.querySelector('details table').innerText") == "There are none now."
-
-
 def test_the_fastest_of_each_size_is_that_of_the_cost_formulas(browser: Browser, page: Path):
     browser.open(page, "ranks=8")
     said = browser.js("document.getElementById('fastest').textContent")

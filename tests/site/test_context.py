@@ -1,7 +1,6 @@
 """The page of ring attention computes what lesson 6 computes: parts, times, and what a rank sends."""
 
 import json
-import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -157,22 +156,6 @@ def test_a_rank_sends_what_the_lessons_expect(opened: Browser, ranks: int):
         assert with_overlap == max(each["sequence True"] for each in by_rank)
 
 
-def test_the_borders_between_techniques_are_where_they_send_equally_many_bytes(opened: Browser):
-    for n, heads, kv_heads in ((2, 8, 8), (4, 32, 8), (8, 16, 8)):
-        w, kv = heads * 64, kv_heads * 64
-        gradients = 2 * (n - 1) / n * js(opened, f"layerParameters({w}, {kv})")
-        for name, per_token in (("ring", 6 * kv), ("allToAll", 4 * (w + kv) / n)):
-            tokens = js(opened, f"tokensFrom('{name}', {n}, {w}, {kv})")
-            assert per_token * (n - 1) / n * tokens + gradients == pytest.approx(8 * (n - 1) / n * tokens * w)
-        if w == kv:  # as the README has it
-            assert js(opened, f"tokensFrom('ring', {n}, {w}, {w})") == pytest.approx(12 * w)
-            assert js(opened, f"tokensFrom('allToAll', {n}, {w}, {w})") == pytest.approx(3 * n / (n - 1) * w)
-        border = js(opened, f"ringLeastBelow({w}, {kv})")
-        for ranks in range(2, 12):
-            sends_less = 6 / ranks * kv < 4 / ranks**2 * (w + kv)
-            assert sends_less == (ranks < border) or math.isclose(ranks, border)
-
-
 # What the page shows, when it opens and when it is used.
 
 LENGTH, SECONDS, LINK = 32768, 20e-3, Link(20e-6, 8e-9 / 400)  # as the page opens
@@ -195,11 +178,6 @@ def fact(browser: Browser, kind: str) -> str:
 def rows_of(browser: Browser, table: str) -> list[list[str]]:
     cells = "[...row.cells].map(cell => cell.textContent)"
     return browser.js(f"[...document.querySelectorAll('#{table} tbody tr')].map(row => {cells})")
-
-
-def type_into(browser: Browser, name: str, text: str) -> None:
-    field = f"document.getElementById('{name}')"
-    browser.js(f"{field}.value = '{text}', {field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
 
 
 def said(browser: Browser, name: str) -> str:
@@ -233,31 +211,6 @@ def test_the_figures_that_the_page_shows_are_those_of_the_lesson(
     assert f"it takes {milliseconds(both - forward)}." in words
 
 
-def test_the_blocks_that_are_computed_now_are_those_of_the_ranks_steps(browser: Browser, page: Path):
-    browser.open(page, "ranks=3&cut=zigzag&length=6000&time=0")
-    blocks = (
-        "[...document.querySelectorAll('#matrix .now')].map(each => [+each.dataset.rank, +each.dataset.step])"
-    )
-    for step in range(3):
-        browser.js(f"seek(shown.timeline.rows[0][{step}].begin + 1e-9)")
-        parts = [
-            (rank, part)
-            for rank in range(3)
-            for part in CUTS["zigzag"](6000, 3).parts(rank, (rank - step) % 3)
-        ]
-        assert browser.js(blocks) == [[rank, step] for rank, _ in parts]
-        kept = [f"kv {(rank - step) % 3}" for rank in range(3)]
-        shown = "[...document.querySelectorAll('#ring .visiting + text')].map(each => each.textContent)"
-        assert browser.js(shown) == kept
-        arrows = 3 if step < 2 else 0
-        assert browser.js("document.querySelectorAll('#ring .arc.busy').length") == arrows
-        parcels = "[...document.querySelectorAll('#ring .parcel text')].map(each => each.textContent)"
-        assert browser.js(parcels) == (kept if arrows else [])
-    browser.js("seek(horizon)")
-    everything = browser.js("document.querySelectorAll('#matrix .block').length")
-    assert everything == browser.js("document.querySelectorAll('#matrix .done').length") == 21
-
-
 def test_it_plays_by_click_and_by_keyboard_and_steps_through_what_begins_and_ends(
     browser: Browser, page: Path
 ):
@@ -283,21 +236,3 @@ def test_it_plays_by_click_and_by_keyboard_and_steps_through_what_begins_and_end
     browser.key("End")
     assert browser.js(words) == "Done. All queries have met all keys."
     assert {row[3] for row in rows_of(browser, "states")} == {"done"}
-
-
-def test_what_is_no_number_or_does_not_divide_is_refused_in_a_sentence(browser: Browser, page: Path):
-    browser.open(page, "ranks=2&cut=zigzag")
-    before = fact(browser, "makespan")
-    for name, wrong, sentence in (
-        ("compute", "x", "causal attention on one rank: give a number from 1 µs to 100000 s."),
-        ("batch", "1.5", "batch: give a whole number from 1 to 1000000."),
-        ("kvHeads", "7", "heads of keys and values: give a number that divides the number of query heads."),
-    ):
-        right = browser.js(f"document.getElementById('{name}').value")
-        type_into(browser, name, wrong)
-        assert said(browser, "complaint") == sentence
-        assert browser.js(f"document.getElementById('{name}').getAttribute('aria-invalid')") == "true"
-        assert fact(browser, "makespan") == before
-        type_into(browser, name, right)
-        assert said(browser, "complaint") == ""
-        assert browser.js(f"document.getElementById('{name}').getAttribute('aria-invalid')") == "false"

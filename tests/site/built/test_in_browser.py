@@ -64,15 +64,3 @@ def test_pages_to_play_with_link_to_the_lessons_that_they_show(browser: Browser,
     links = browser.js("[...document.querySelectorAll('a')].map(each => decodeURIComponent(each.pathname))")
     assert len(links) > 2
     assert not [link for link in links if not Path(link).is_file()]
-
-
-@pytest.mark.parametrize("width", [WIDTH, 1280, 1600])
-def test_commands_and_the_comments_beside_them_are_seen_without_scrolling(
-    browser: Browser, site: Path, width: int
-):
-    browser.resize(width, 800, mobile=width == WIDTH)
-    for page in ("index.html", "comm/index.html", "exercises/index.html"):
-        browser.open(site / page)
-        blocks = "[...document.querySelectorAll('.highlight-bash pre')]"
-        assert browser.js(f"{blocks}.length") > 0
-        assert not browser.js(f"{blocks}.some(pre => pre.scrollWidth > pre.clientWidth)"), page
