@@ -18,10 +18,8 @@ Tensors = Mapping[str, Tensor | None]
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of every parameter's gradient by name, or None without one. Tied weights appear once."""
-    return {
-        name: None if parameter.grad is None else parameter.grad.detach().clone()
-        for name, parameter in module.named_parameters()
-    }
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor | None]:
@@ -29,9 +27,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def reference_gradients(
-    module: nn.Module, loss_of: Callable[[nn.Module], Tensor]
-) -> dict[str, Tensor | None]:
+def reference_gradients(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict:
     """Return the gradients that one process gets from the loss over the global batch."""
     module.zero_grad(set_to_none=True)
     loss_of(module).backward()
@@ -46,9 +42,7 @@ def assert_same(actual: Tensors, expected: Tensors, rtol: float = 1e-9, what: st
     rounding (the bias of the keys in attention) is compared relative to a millionth of the largest element of
     all tensors. `rtol=0` requires equal values. A tensor that is missing on one side differs.
     """
-    floor = 1e-6 * max(
-        (t.abs().max().item() for t in expected.values() if t is not None and t.numel()), default=0.0
-    )
+    floor = 1e-6 * max((_largest(t) for t in expected.values() if t is not None), default=0.0)
     complaints = [f"{name}: only one side has it" for name in sorted(actual.keys() ^ expected.keys())]
     for name in sorted(actual.keys() & expected.keys()):
         complaint = _difference(actual[name], expected[name], rtol, floor)
@@ -62,9 +56,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, flo
     if actual is None or expected is None:
         if actual is expected:
             return ""
-        return (
-            "there is none, but one is expected" if actual is None else "there is one, but none is expected"
-        )
+        return f"there is {'none, but one' if actual is None else 'one, but none'} is expected"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     a, e = actual.double().cpu(), expected.double().cpu()

@@ -53,19 +53,13 @@ def end_with_launcher(rank: int) -> None:
 
 
 def _end_after(launcher: int, rank: int) -> None:
-    _wait_for_the_end_of(launcher)
-    # Not print: the main thread may hold the lock of the buffer.
-    os.write(2, f"rank {rank}: the launcher (process {launcher}) has died, so this rank ends.\n".encode())
-    os._exit(1)
-
-
-def _wait_for_the_end_of(launcher: int) -> None:
     try:
-        ended = os.pidfd_open(launcher)
+        select.select([os.pidfd_open(launcher)], [], [])
     except ProcessLookupError:
-        return
+        pass
     except (AttributeError, OSError):  # not Linux, or a kernel older than 5.3
         while os.getppid() == launcher:
             time.sleep(_POLL)
-    else:
-        select.select([ended], [], [])
+    # Not print: the main thread may hold the lock of the buffer.
+    os.write(2, f"rank {rank}: the launcher (process {launcher}) has died, so this rank ends.\n".encode())
+    os._exit(1)

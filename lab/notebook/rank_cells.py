@@ -85,10 +85,8 @@ class _Cells:
             "torch": torch,
             "dist": dist,
             "cluster": cluster,
-            "rank": cluster.rank,
-            "world_size": cluster.world_size,
-            "device": cluster.device,
         }
+        self.names |= {"rank": cluster.rank, "world_size": cluster.world_size, "device": cluster.device}
         self._given = set(self.names)
         self._do: dict[str, Callable[[Request], Reply]] = {
             "cell": self._cell,

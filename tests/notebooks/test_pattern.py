@@ -4,6 +4,7 @@ It is a pair: a readable .py, and an .ipynb with the same cells and their output
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 import jupytext
@@ -17,6 +18,7 @@ README = (ROOT / "notebooks" / "README.md").read_text("utf-8")
 BELIEFS = re.findall(r'^\| "(.+?)" \| (.+) \| \[\d\d\]\((\w+)\.ipynb\): (.+) \|$', README, re.M)
 
 
+@cache
 def cells_of(book: Path) -> list:
     return nbformat.read(book, 4).cells
 
