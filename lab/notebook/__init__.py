@@ -4,7 +4,7 @@ from typing import Any
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the magics. IPython is imported only here: ranks import parts of this package without it."""
+    """Add the magics. IPython is imported only here, because scripts work without it."""
     from lab.notebook.magics import load_ipython_extension as load
 
     load(shell)

@@ -36,10 +36,10 @@ from IPython.display import HTML, display
 from rich.table import Table
 
 from lab.launch.errors import WorkbookError
-from lab.notebook.rank_cells import Reply
-from lab.notebook.standing_ranks import Interrupted, StandingRanks
 from lab.ranks import forked
+from lab.ranks.cells import Reply
 from lab.ranks.output import is_in_a_notebook, print_tagged
+from lab.ranks.standing import Interrupted, StandingRanks
 from lab.units import show_bytes, show_seconds
 
 DEFAULT_RANKS = 4

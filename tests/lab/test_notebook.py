@@ -67,7 +67,9 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
         run(shell, "%%ranks\n1 / (rank - 1)")
     lines = error.value._render_traceback_()
     assert lines[0] == "rank 1 failed:" and "ZeroDivisionError" in lines[-1]
-    assert any("1 / (rank - 1)" in line for line in lines) and not any("rank_cells" in line for line in lines)
+    assert any("1 / (rank - 1)" in line for line in lines) and not any(
+        "ranks/cells" in line for line in lines
+    )
     for cell, sentence in (
         (
             "%ranks four",
@@ -118,7 +120,7 @@ def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(s
 
 
 def test_ranks_that_wait_for_one_that_failed_are_interrupted(shell, monkeypatch):
-    monkeypatch.setattr("lab.notebook.standing_ranks.WAIT_AFTER_ERROR", 0.2)
+    monkeypatch.setattr("lab.ranks.standing.WAIT_AFTER_ERROR", 0.2)
     with pytest.raises(CellError) as error:
         run(shell, "%%ranks\nif rank == 1:\n    raise ValueError('the cause')\ndist.barrier()")
     text = str(error.value)

@@ -28,8 +28,8 @@ import cloudpickle
 
 from lab.launch.devices import num_gpus, refuse_devices
 from lab.launch.errors import WorkbookError
-from lab.notebook.rank_cells import Reply, Request, serve
 from lab.ranks import forked, stacks
+from lab.ranks.cells import Reply, Request, serve
 from lab.ranks.child import Job
 from lab.ranks.output import print_tagged, read_lines
 from lab.ranks.waiting import drawn, read_waits
