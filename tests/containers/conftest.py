@@ -17,16 +17,8 @@ NAME = f"workbook-test-{os.getpid()}"  # of the project, so that its own network
 IMAGE = f"distributed-training-workbook:{NAME}"
 
 SETTINGS = {"RUN_MODE", "ARGS", "WORLD_SIZE", "MASTER_PORT", "LINK", "LINK_DELAY"}
-SETTINGS |= {
-    "JUPYTER_TOKEN",
-    "NOTEBOOK_PORT",
-    "JOIN_TIMEOUT",
-    "OP_TIMEOUT",
-    "OMP_NUM_THREADS",
-    "COMPOSE_PROFILES",
-    "COMPOSE_FILE",
-    "RESTART",
-}
+SETTINGS |= {"JUPYTER_TOKEN", "NOTEBOOK_PORT", "JOIN_TIMEOUT", "OP_TIMEOUT", "OMP_NUM_THREADS", "RESTART"}
+SETTINGS |= {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 
 
 @dataclasses.dataclass
