@@ -1,6 +1,13 @@
-"""Every train script does what all of them promise: reports, formulas, checkpoints, refusals."""
+"""Every train script does what all of them promise: reports, formulas, checkpoints, refusals.
+
+All scripts run one after the other on the same ranks: 3 steps on one rank; the first 2 of them on 2 ranks,
+with a checkpoint; and the third from that checkpoint on 4 ranks.
+"""
 
 import functools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,32 +32,56 @@ OTHERS = (
     "hybrid_elastic_mesh",
 )  # have tests of their own
 TRAINED = [mode for mode in SCRIPTS if mode not in OTHERS]
+OPTIONS |= {mode: ("--microbatches", "4") for mode in TRAINED if mode.startswith("pipeline")}
 RESUMED = [mode for mode in TRAINED if offers(mode, "checkpoint")]
 FAMILIES = ("data_parallel", "zero", "fsdp", "tensor", "sequence")  # they train the same model
 SIZES = (1, 2, 4)
+Reports = dict[str, list[dict[str, Any]]]  # by RUN_MODE, those of all ranks
 
 
 def short(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
     return train(cluster, mode, *SHORT, *OPTIONS.get(mode, ()), *options)
 
 
-@functools.cache
-def reports(world_size: int, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """Run all scripts one after the other on the same ranks; return the reports of all ranks."""
-
+def on_ranks(world_size: int, steps: int, folder: Path | None = None, resume: bool = False) -> Reports:
     def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
-        return {mode: short(cluster, mode, "--steps", "3", *options) for mode in TRAINED}
+        found = {}
+        for mode in TRAINED:
+            saving = ("--checkpoint", str(folder / mode)) if folder and mode in RESUMED else ()
+            again = ("--resume",) if resume and saving else ()
+            found[mode] = short(cluster, mode, "--steps", str(steps), *saving, *again)
+        return found
 
     by_rank = run_ranks(work, world_size, timeout=300)
     return {mode: [of_rank[mode] for of_rank in by_rank] for mode in TRAINED}
 
 
+@functools.cache
+def alone(steps: int) -> Reports:
+    return on_ranks(1, steps)
+
+
+@functools.cache
+def together() -> dict[int, Reports]:
+    """Return the reports of 2 steps on 2 ranks, and of the third step on 4 ranks."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        return {2: on_ranks(2, 2, folder), 4: on_ranks(4, 3, folder, resume=True)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def reports(world_size: int) -> Reports:
+    return alone(3) if world_size == 1 else together()[world_size]
+
+
 @pytest.mark.parametrize("world_size", SIZES)
 def test_a_report_begins_with_the_same_rows_in_every_mode(world_size: int):
     for mode, by_rank in reports(world_size).items():
+        steps = {1: 3, 2: 2, 4: 1 if mode in RESUMED else 3}[world_size]
         for report in by_rank:
             assert list(report)[: len(FIELDS)] == FIELDS, mode
-            assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, 3)
+            assert (report["run_mode"], report["world_size"], report["steps"]) == (mode, world_size, steps)
             assert report["tokens_per_second"] > 0 < report["peak_memory_bytes"], mode
             assert report["step_seconds"] >= (report.get("compute_seconds") or 0), mode
 
@@ -72,21 +103,20 @@ def test_all_ranks_end_with_the_same_full_model(world_size: int):
 
 
 @pytest.mark.parametrize("mode", TRAINED)
-def test_the_losses_are_those_of_one_process(mode: str):
-    [alone] = reports(1)[mode]
-    for world_size in SIZES[1:]:
+def test_the_losses_are_those_of_one_process_also_after_a_resume_on_other_ranks(mode: str):
+    for world_size, steps in ((2, 2), (4, 3)):
+        [expected] = alone(steps)[mode]
         for report in reports(world_size)[mode]:
-            for field in ("first_loss", "last_loss", "validation_loss"):
-                assert report[field] == pytest.approx(alone[field], rel=1e-4), field
+            for field in ("last_loss", "validation_loss"):
+                assert report[field] == pytest.approx(expected[field], rel=1e-4), field
 
 
 def test_scripts_that_train_the_same_model_on_the_same_batches_have_the_same_losses():
-    same = [
-        mode for mode in TRAINED if mode.startswith(("data_parallel", "zero", "fsdp", "tensor", "sequence"))
-    ]
+    same = [mode for mode in TRAINED if mode.startswith(FAMILIES)]
     assert len(same) > 10
-    losses = [reports(2)[mode][0]["last_loss"] for mode in same]
-    assert losses == pytest.approx([losses[0]] * len(same), rel=1e-4)
+    for field in ("last_loss", "validation_loss"):
+        losses = [reports(2)[mode][0][field] for mode in same]
+        assert losses == pytest.approx([losses[0]] * len(same), rel=1e-4)
 
 
 def test_a_tree_carries_all_messages_if_it_is_chosen():
@@ -97,25 +127,7 @@ def test_a_tree_carries_all_messages_if_it_is_chosen():
             assert report["bytes_sent"] == report["bytes_formula"], mode
             assert report["messages_sent"] == report["messages_formula"], mode
 
-    run_ranks(work, 4, timeout=300)
-
-
-def test_every_mode_resumes_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
-    def first(cluster: Cluster) -> None:
-        for mode in RESUMED:
-            short(cluster, mode, "--steps", "2", "--checkpoint", str(tmp_path / mode))
-
-    def rest(cluster: Cluster) -> dict[str, float]:
-        return {
-            mode: short(cluster, mode, "--steps", "3", "--checkpoint", str(tmp_path / mode), "--resume")[
-                "last_loss"
-            ]
-            for mode in RESUMED
-        }
-
-    run_ranks(first, 4, timeout=300)
-    for mode, loss in run_ranks(rest, 2, timeout=300)[0].items():
-        assert loss == pytest.approx(reports(1)[mode][0]["last_loss"], rel=1e-4), mode
+    run_ranks(work, 2, timeout=300)
 
 
 def test_ranks_with_different_arguments_are_refused_by_all_with_the_option_and_the_ranks():

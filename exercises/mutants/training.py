@@ -180,7 +180,7 @@ def validated_on_one_ranks_slice(
 
 @mutant(
     target="training.data.TrainingData.held_out",
-    killer="tests.training.test_evaluation.test_what_is_validated_is_not_trained_on",
+    killer="tests.training.test_evaluation.test_what_is_validated_is_not_trained_on_and_not_dropped_out",
 )
 def validated_on_what_was_trained_on(self: TrainingData) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The validation loss falls as the training loss does, however much the model overfits."""

@@ -1,7 +1,4 @@
-"""Every RUN_MODE runs without options on 2 ranks, and READMEs explain its report.
-
-test_every_mode.py does it on other numbers of ranks.
-"""
+"""Every RUN_MODE runs without options on any number of ranks, and READMEs explain its report."""
 
 import functools
 import math
@@ -15,14 +12,20 @@ import tyro
 
 from comm.cost import Link
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.meter import Meter
 from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of
+from training.run import Run
 
 NAMES = [mode for mode, _, _ in MODES]
 TOP = (ROOT / "README.md").read_text()
 WITH_README = {script.partition("/")[0] for script in SCRIPTS.values()} - {"comm"}
 DRIFTS = "train"  # its replicas do not stay equal, and it shows that
+
+
+class TheLoopBegins(Exception):
+    """Raised where a run would take its first step."""
 
 
 def at_once(work: Callable[[Cluster], Any]) -> Callable[[Cluster], Any]:
@@ -61,7 +64,8 @@ def reports(world_size: int) -> dict[str, dict[str, Any]]:
     return run_ranks(work, world_size, timeout=300)[0]
 
 
-def refuse_failures(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_mode_trains_with_its_defaults(world_size: int):
     for mode in NAMES:
         if mode not in ("comm", "point_to_point"):
             report = reports(world_size)[mode]
@@ -70,8 +74,29 @@ def refuse_failures(world_size: int) -> None:
             assert report["replicas_equal"] is (mode != DRIFTS), mode
 
 
-def test_every_mode_trains_with_its_defaults_on_two_ranks():
-    refuse_failures(2)
+@pytest.mark.parametrize("world_size", [1, 3, 6, 8])
+def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
+    @at_once
+    def work(cluster: Cluster) -> list[str]:
+        begun = []
+        for mode in NAMES:
+            main, arguments = start_of(mode)
+            args = tyro.cli(arguments, args=few_steps(mode))
+            with mock.patch.object(Run, "step", side_effect=TheLoopBegins):
+                try:
+                    main(cluster, args)
+                except TheLoopBegins:
+                    pass
+                except WorkbookError as error:
+                    assert mode == "point_to_point" and cluster.world_size == 1, f"{mode}: {error}"
+                    assert str(error).endswith("(WORLD_SIZE=2).")  # says how to start two
+                    continue
+            begun.append(mode)
+        return begun
+
+    alone = {"point_to_point"} if world_size == 1 else set()
+    for begun in run_ranks(work, world_size, timeout=300):
+        assert set(begun) == set(NAMES) - alone
 
 
 @pytest.mark.parametrize("mode", NAMES)

@@ -1,90 +1,54 @@
-"""Under torchrun --max-restarts a job whose ranks are killed has the losses of an undisturbed run."""
+"""Under torchrun --max-restarts a job whose ranks are killed ends with the bits of an undisturbed run."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hybrid_parallel import train_hybrid
-from hybrid_parallel.arguments import HybridArgs
-from hybrid_parallel.hybrid import HybridParallel
-from lab.cluster import Cluster
-from lab.ranks import run_ranks
 from tests.comm.places import free_port
-from training.run import Run
+from tests.hybrid_parallel.test_run import summaries
 
-STEPS, EVERY = 8, 3
-MESHES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2, "microbatches": 2}}
+OPTIONS: dict[str, Any] = {"steps": 8, "batch_size": 8, "size": "tiny", "layers": 4}
+MESHES: dict[str, dict[str, Any]] = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2, "microbatches": 2}}
 LAUNCHERS = {"tensor": "torch.distributed.run", "pipeline": "lab.launch.torchrun"}
-# By attempt: which rank dies before which step, first when there is no checkpoint yet.
-VICTIMS = {"tensor": [(0, 1), (1, 4)], "pipeline": [(1, 2), (0, 5)]}
 
+# Ranks die at two moments: when there is no checkpoint yet, and after the one of step 3.
 SCRIPT = """
 import os, signal, time
 from pathlib import Path
 from comm.script import start
 from hybrid_parallel.planner.auto import read_arguments
 from hybrid_parallel.train_hybrid import HybridArgs, main
-from tests.end_to_end import test_restart
+from training.run import Run
 
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-deaths = dict(enumerate(test_restart.VICTIMS[{axis!r}]))
+attempt, batch = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Run.batch
 
-def before(rank, step):
-    if (rank, step) == deaths.get(attempt):
-        while step > test_restart.EVERY and not (Path({folder!r}) / "step-3" / "manifest").exists():
+def dying(self, step):
+    if (attempt, self._cluster.rank, step) in ((0, 1, 2), (1, 0, 5)):
+        while attempt and not (Path({folder!r}) / "step-3" / "manifest").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    return batch(self, step)
 
-test_restart.note_losses({log!r}, before)
+Run.batch = dying
 start(main, HybridArgs, read=read_arguments)
 """
 
 
-def note_losses(log: str, before=lambda rank, step: None) -> None:
-    """Let rank 0 write the number and the exact loss of each step. Each rank calls `before` between steps."""
-    mean_loss, batch = HybridParallel.mean_loss, Run.batch
-    steps = []
-
-    def noted(self, loss):
-        mean = mean_loss(self, loss)
-        if self.mesh.rank == 0:
-            with open(log, "a") as file:
-                file.write(f"{steps[-1]} {mean.item().hex()}\n")
-        return mean
-
-    def watched(self, step):
-        if self._steps_done:
-            before(self._cluster.rank, step)
-        steps.append(step)
-        return batch(self, step)
-
-    HybridParallel.mean_loss, Run.batch = noted, watched  # type: ignore[method-assign]
-
-
-def losses(log: Path) -> list[tuple[int, str]]:
-    return [(int(step), loss) for step, loss in map(str.split, log.read_text().splitlines())]
-
-
 @pytest.mark.parametrize("axis", MESHES)
-def test_killed_ranks_are_started_again_and_the_losses_are_those_of_an_undisturbed_run(tmp_path, axis):
-    def undisturbed(cluster: Cluster) -> None:
-        note_losses(str(tmp_path / "undisturbed"))
-        train_hybrid.main(cluster, HybridArgs(steps=STEPS, size="tiny", layers=4, **MESHES[axis]))
-
-    run_ranks(undisturbed, 2)
-    assert [step for step, _ in losses(tmp_path / "undisturbed")] == list(range(STEPS))
-    script, folder, log = tmp_path / "script.py", tmp_path / "run", tmp_path / "killed"
-    script.write_text(SCRIPT.format(axis=axis, folder=str(folder), log=str(log)))
+def test_killed_ranks_are_started_again_and_end_with_the_bits_of_an_undisturbed_run(tmp_path, axis):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT.format(folder=str(folder)))
     launch = [sys.executable, "-m", LAUNCHERS[axis], "--nproc-per-node=2", "--max-restarts=2"]
-    if LAUNCHERS[axis] != "lab.launch.torchrun":
+    is_ours = LAUNCHERS[axis] == "lab.launch.torchrun"
+    if not is_ours:
         launch.append(f"--master-port={free_port()}")
-    sizes = [word for name, value in MESHES[axis].items() for word in (f"--{name}", str(value))]
-    options = ["--size", "tiny", "--layers", "4", "--steps", str(STEPS), *sizes]
-    saving = ["--checkpoint", str(folder), "--checkpoint-every", str(EVERY), "--auto-resume"]
+    options = [word for name, value in (OPTIONS | MESHES[axis]).items() for word in ("--" + name, str(value))]
+    saving = ["--checkpoint", str(folder), "--checkpoint-every", "3", "--auto-resume", "--json"]
     done = subprocess.run(
         [*launch, str(script), *options, *saving],
         capture_output=True,
@@ -93,11 +57,13 @@ def test_killed_ranks_are_started_again_and_the_losses_are_those_of_an_undisturb
         env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert set(losses(log)) == set(losses(tmp_path / "undisturbed"))
-    assert re.findall(r"restart .*", done.stdout) == [
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    [undisturbed] = summaries(2, [OPTIONS | MESHES[axis]])
+    for figure in ("last_loss", "replica_digest"):
+        assert report[figure] == undisturbed[figure], figure
+    assert re.findall(r"restart .*", done.stderr)[:2] == [
         f"restart 1: training starts at step 0 again: {folder} has no complete checkpoint yet.",
         f"restart 2: training goes on after step 3 of 8, from the checkpoint in {folder}.",
     ]
-    if LAUNCHERS[axis] == "lab.launch.torchrun":
-        assert "Traceback" not in done.stderr
-        assert "rank 1 has died" in done.stderr
+    if is_ours:
+        assert "Traceback" not in done.stderr and "rank 1 has died" in done.stderr

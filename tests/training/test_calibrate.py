@@ -8,11 +8,10 @@ from comm.cost import Link
 from comm.wire import slow_link
 from lab.ranks import run_ranks
 from tests.comm.simulated_time import simulated_time
-from training import calibrate
 from training.calibrate import TINY_BYTES, measure_all_reduce
 
 
-@pytest.mark.parametrize("link", [Link(1e-4, 8e-6), Link(1e-3, 1 / 1.25e6), Link(0.05, 1 / 12.5e6)])
+@pytest.mark.parametrize("link", [Link(1e-4, 8e-6), Link(0.05, 1 / 12.5e6)])
 def test_a_slow_link_is_measured_in_seconds_and_alike_on_all_ranks(link: Link):
     def measured(cluster) -> tuple[float, Link]:
         with simulated_time(), slow_link.slowed(link):
@@ -24,21 +23,3 @@ def test_a_slow_link_is_measured_in_seconds_and_alike_on_all_ranks(link: Link):
     assert seconds < 4
     assert link.alpha <= found.alpha <= link.alpha + TINY_BYTES * link.beta  # the tiny tensor has some
     assert found.beta == pytest.approx(link.beta, rel=1e-4)
-
-
-def test_a_rank_that_is_slow_alone_makes_all_decide_alike(monkeypatch):
-    asked: list[tuple[int, int]] = []
-    seconds = calibrate._seconds
-
-    def noting(num_bytes, pattern, group, runs, device):
-        asked.append((num_bytes, runs))
-        return seconds(num_bytes, pattern, group, runs, device)
-
-    def measured(cluster) -> list[tuple[int, int]]:
-        monkeypatch.setattr(calibrate, "_seconds", noting)
-        with slow_link.slowed(Link(0.0, 1e-7) if cluster.rank else None):
-            measure_all_reduce("ring")
-        return asked
-
-    first, *others = run_ranks(measured, 3)
-    assert others == [first, first]

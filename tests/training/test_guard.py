@@ -78,14 +78,6 @@ def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
     backward(layers)
 
 
-def test_an_error_inside_no_sync_ends_it() -> None:
-    guard = Guard(model())
-    with pytest.raises(ZeroDivisionError), guard.no_sync():
-        assert not guard.is_synchronising
-        raise ZeroDivisionError
-    assert guard.is_synchronising
-
-
 def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
     with pytest.raises(WorkbookError, match="1 has sparse gradients"):
         Guard(nn.Sequential(nn.Linear(1, 1), nn.Embedding(5, 2, sparse=True)))

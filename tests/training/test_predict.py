@@ -1,6 +1,6 @@
+"""A step's predicted time: its computing, and what the link sends after that."""
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lab.trace.gantt import Event
 from training.predict import median_step_seconds, observed_step, step_seconds
@@ -33,29 +33,12 @@ def sent(start: float, end: float, num_bytes: int, lane: str = "communication") 
         (6.0, [], 6 + 1),
         (6.0, [(6.0, 10), (6.0, 20)], 6 + 2 + 3 + 1),  # ready at the end: all of it costs time
         (6.0, [(1.0, 10), (3.0, 10)], 6 + 1),  # ended during compute: it costs nothing
-        (6.0, [(1.0, 10), (5.0, 20)], (5 + 3) + 1),  # the step waits for it
         (6.0, [(1.0, 40), (2.0, 10), (6.0, 0)], (1 + 5 + 2 + 1) + 1),  # one begins when another has ended
         (8.0, [(1.0, 0), (7.0, 10)], (7 + 2) + 1),  # the link idles until it is ready
     ],
 )
 def test_a_step_takes_its_computing_and_what_is_not_hidden(compute, messages, seconds):
     assert step_seconds(compute, 1.0, messages, wire) == seconds
-
-
-times = st.floats(0, 100)
-
-
-@given(times, times, st.lists(st.tuples(times, st.integers(0, 1000))))
-def test_a_step_is_no_shorter_than_its_longest_part_and_no_longer_than_their_sum(
-    compute, optimizer, messages
-):
-    seconds = step_seconds(compute, optimizer, messages, wire)
-    on_the_wire = sum(wire(num_bytes) for _, num_bytes in messages)
-    assert seconds >= compute + optimizer
-    if messages:
-        first, last = messages[0][0], max(ready for ready, _ in messages)
-        assert seconds >= (first + on_the_wire + optimizer) * (1 - 1e-9)
-        assert seconds <= (max(compute, last) + on_the_wire + optimizer) * (1 + 1e-9)
 
 
 OVERLAPPED = [
@@ -74,18 +57,19 @@ OVERLAPPED = [
 def test_a_message_is_ready_at_its_launch_or_else_at_the_end_and_the_loss_does_not_count():
     assert observed_step(OVERLAPPED) == (4.0, 1.0, [(2.0, 40), (3.5, 80)])
     assert observed_step(OVERLAPPED[::-1]) == observed_step(OVERLAPPED)
-    events = [event("forward", 0, 1), event("backward", 1, 4), sent(4, 5, 10, "main")]
-    events += [sent(5, 6, 20, "main"), event("optimizer", 6, 7)]
-    assert observed_step(events) == (4.0, 1.0, [(4.0, 10), (4.0, 20)])  # naive: on the main lane
+    naive = [
+        event("forward", 0, 1),
+        event("backward", 1, 4),
+        sent(4, 5, 10, "main"),
+        event("optimizer", 6, 7),
+    ]
+    assert observed_step(naive) == (4.0, 1.0, [(4.0, 10)])
 
 
-def test_communication_inside_the_backward_does_not_count_as_compute():
+def test_communication_inside_the_backward_and_gaps_between_microbatches_are_no_compute():
     events = [event("forward", 0, 1), event("backward", 1, 6), event("optimizer", 6, 7)]
     assert observed_step([*events, sent(2, 3, 10, "main")]) == (5.0, 1.0, [(5.0, 10)])
     assert observed_step([*events, launch(3), sent(3, 6, 10), event("wait", 4, 6)]) == (4.0, 1.0, [(3.0, 10)])
-
-
-def test_gaps_between_microbatches_do_not_make_a_message_later():
     events = [event("forward", 0, 1), event("backward", 1, 2), event("forward", 5, 6)]
     events += [event("backward", 6, 8), event("optimizer", 8, 9)]
     assert observed_step([*events, launch(7), sent(7, 8, 10)])[2] == [(4.0, 10)]

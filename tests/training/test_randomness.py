@@ -1,26 +1,20 @@
-"""Test that ranks draw different dropout masks where they compute different things, also after a resume."""
+"""Ranks draw different dropout masks where they compute different things, and the same ones elsewhere."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from lab.cluster import Cluster
-from lab.models.model import SIZES
 from lab.ranks import run_ranks
-from pipeline_parallel import script
-from tests.data_parallel.test_scripts import train
+from tests.training.attempts import train
 from training.arguments import Args
 from training.run import Run
 
 
-def masks(cluster: Cluster, make: Callable[..., Run], seed: int = 0) -> list[tuple[float, ...]]:
+def masks(cluster: Cluster, seed: int = 0) -> list[tuple[float, ...]]:
     """Return a dropout mask of each of two steps."""
-    run, drawn = make(cluster, seed=seed), []
+    run, drawn = Run(cluster, Args(size="tiny", batch_size=12, seed=seed), "test"), []
     for _ in range(2):
         with run.step() as record:
             drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
@@ -28,38 +22,29 @@ def masks(cluster: Cluster, make: Callable[..., Run], seed: int = 0) -> list[tup
     return drawn
 
 
-def run_of(cluster: Cluster, whole_batch: bool = False, seed: int = 0) -> Run:
-    return Run(cluster, Args(size="tiny", batch_size=12, seed=seed), "test", whole_batch=whole_batch)
-
-
-def stages_of(cluster: Cluster, seed: int = 0) -> Run:
-    args = script.Args(size="tiny", batch_size=12, microbatches=2, seed=seed)
-    return script.begin(cluster, args, "test")[0]
-
-
 def test_ranks_with_examples_of_their_own_draw_different_masks():
-    by_rank = run_ranks(masks, 3, run_of)
+    by_rank = run_ranks(masks, 3)
     assert len({mask for of_rank in by_rank for mask in of_rank}) == 3 * 2
-    assert by_rank == run_ranks(masks, 3, run_of)
-    assert not set(by_rank[0]) & set(run_ranks(masks, 3, run_of, 1)[0])
+    assert by_rank == run_ranks(masks, 3)
+    assert not set(by_rank[0]) & set(run_ranks(masks, 3, 1)[0])
 
 
-def test_stages_of_a_pipeline_draw_different_masks():
-    assert len({mask for of_rank in run_ranks(masks, 2, stages_of) for mask in of_rank}) == 2 * 2
+def test_stages_draw_different_masks_and_ranks_that_compute_the_same_draw_the_same():
+    streams = {
+        "data_parallel_ddp": 2,
+        "zero3": 2,
+        "pipeline_1f1b": 2,
+        "tensor_parallel": 1,
+        "tensor_parallel_native": 1,
+    }
 
+    def work(cluster: Cluster) -> dict[str, int]:
+        found = {}
+        for mode in streams:
+            with mock.patch("training.run.seed_step") as seeding:
+                train(cluster, mode, steps=1)
+            [found[mode]] = {call.args[2] for call in seeding.call_args_list}
+        return found
 
-def test_ranks_that_compute_the_same_draw_the_same_masks():
-    first, *others = run_ranks(masks, 3, functools.partial(run_of, whole_batch=True))
-    assert all(other == first for other in others)
-    assert len(set(first)) == 2
-
-
-def test_a_resumed_run_with_dropout_ends_with_the_bits_of_one_in_one_go(tmp_path: Path):
-    def work(cluster: Cluster) -> list[str]:
-        folder = {"checkpoint": str(tmp_path)}
-        with mock.patch.dict(SIZES, tiny=dataclasses.replace(SIZES["tiny"], dropout=0.5)):
-            parts = [{"steps": 4}, {"steps": 2} | folder, {"steps": 4, "resume": True} | folder]
-            return [train(cluster, "naive", **part)["replica_digest"] for part in parts]
-
-    [(at_once, half, resumed)] = set(map(tuple, run_ranks(work, 2)))
-    assert resumed == at_once != half
+    one, other = run_ranks(work, 2)
+    assert {mode: len({one[mode], other[mode]}) for mode in streams} == streams
