@@ -17,7 +17,7 @@ from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from lab.cluster import Cluster
-from training.checkpoint_storage import complete_steps
+from training.checkpoint import complete_steps
 from training.run import Run
 
 KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost

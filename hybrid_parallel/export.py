@@ -12,6 +12,7 @@
 The checkpoint made from a file has step 0, and no optimizer state. Both need memory for the full model.
 """
 
+import json
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab.launch.errors import WorkbookError, reason
-from training import checkpoint_storage as storage
+from training import checkpoint
 from training.checkpoint import Shard, fill
 
 MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
@@ -50,8 +51,7 @@ def export(folder: Path, out: Path) -> int:
 
     Raise WorkbookError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
-    found = storage.read_manifest(*_find(folder))
-    storage.verify(found)
+    found = checkpoint.read_manifest(*_find(folder))
     full = {
         name.removeprefix(MODEL): torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in found.tensors.items()
@@ -59,7 +59,7 @@ def export(folder: Path, out: Path) -> int:
     }
     fill(found, [Shard(MODEL + name, tensor) for name, tensor in full.items()])
     # A plain model has a tied tensor under each of its names; the format takes no tensor twice.
-    tied = found.extras[0]["tied"]
+    tied = found.extra["tied"]
     full |= {name: full[first].clone() for name, first in tied.items() if first in full}
     partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
@@ -84,17 +84,19 @@ def import_from(file: Path, directory: Path) -> int:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise WorkbookError(f"{file} cannot be read as a safetensors file: {reason(error)}") from error
-    if steps := storage.complete_steps(directory):
+    if steps := checkpoint.complete_steps(directory):
         raise WorkbookError(f"{directory} has the checkpoint of step {steps[-1]}: name another folder")
     tied = _tied(tensors)
-    boxes: dict[str, storage.Boxes] = {}
-    for name in tensors.keys() - tied.keys():
-        Shard(MODEL + name, tensors[name]).add_to(boxes)
+    names = tensors.keys() - tied.keys()
+    boxes = [
+        box for name in names for box in Shard(MODEL + name, tensors[name]).boxes(tensors[name].view(-1))
+    ]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkbookError(f"cannot save a checkpoint in {directory}: {reason(error)}") from error
-    storage.write(storage.folder_of(directory, 0), secrets.token_hex(4), boxes, {"tied": tied}, None)
+    extra = json.dumps({"tied": tied})
+    checkpoint.write(checkpoint.folder_of(directory, 0), secrets.token_hex(4), boxes, extra, None)
     return len(tensors)
 
 
@@ -120,9 +122,9 @@ def _tied(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _find(folder: Path) -> tuple[Path, int]:
     """Return the folder of all checkpoints and a step, for that folder or for one checkpoint in it."""
-    if match := storage.STEP.fullmatch(folder.name):
+    if match := checkpoint.STEP.fullmatch(folder.name):
         return folder.parent, int(match[1])
-    steps = storage.complete_steps(folder)
+    steps = checkpoint.complete_steps(folder)
     if not steps:
         raise WorkbookError(f"there is no complete checkpoint in {folder}")
     return folder, steps[-1]

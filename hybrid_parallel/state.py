@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from hybrid_parallel.clipping import counted_elsewhere
 from lab.models.model import GPT
 from training.checkpoint import Shard, shards_of
-from training.checkpoint_storage import Boxes
 
 
 class Held(NamedTuple):
@@ -64,13 +63,9 @@ def load_full(hybrid: Any, state: dict[str, Tensor]) -> None:
     """Fill this rank's shards and buffers of the model from a full state."""
     for shard in mesh_shards(hybrid, hybrid.optimizer):
         kind, _, name = shard.name.partition("/")
-        boxes: dict[str, Boxes] = {}
-        if kind == "model":
-            shard.add_to(boxes)
-        for views in boxes.values():
-            for offset, view in views.views.items():
-                ends = zip(offset, view.shape, strict=True)
-                view.copy_(state[name][tuple(slice(first, first + size) for first, size in ends)])
+        for box in shard.boxes(shard.tensor.detach().view(-1)) if kind == "model" else ():
+            ends = zip(box.chunk.offsets, box.chunk.sizes, strict=True)
+            box.view.copy_(state[name][tuple(slice(first, first + size) for first, size in ends)])
     for name, buffer in hybrid.plain.named_buffers():
         if name in state:
             buffer.copy_(state[name])

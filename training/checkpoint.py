@@ -34,38 +34,66 @@ Names are those of the plain model on one process; a tied parameter is given onc
 that hold the same elements all say so: one of them saves these. The optimizer's state is looked up by the
 tensor that the optimizer updates, and has the same places as this tensor.
 
-torch.distributed.checkpoint saves boxes. A range of a flattened tensor of d dimensions is at most 2 d - 1 of
-them: the end of a row, whole rows, and the beginning of a row. training/checkpoint_storage.py describes the
-files. To save M bytes costs M bytes of host memory on all ranks together, and 2 M bytes of memory traffic.
-CheckFreq (Mohan et al. 2021) has the copy and the thread; ByteCheckpoint (https://arxiv.org/abs/2407.20143)
-loads what any other division has saved.
+torch.distributed.checkpoint (DCP) writes boxes of full tensors, validates that they cover each tensor once,
+and at load finds those that overlap what is wanted. A range of a flattened tensor of d dimensions is at most
+2 d - 1 boxes: the end of a row, whole rows, and the beginning of a row.
+
+      runs/first/                      on a file system that all machines share
+          step-100/
+          step-120.tmp-5f0c/           being written; becomes step-120 when all ranks are done
+              __0_0.distcp             the boxes that rank 0 has saved, one after the other, without a gap
+              __1_0.distcp
+              manifest                 for each full tensor its dtype, shape and boxes; for each box the file,
+                                       the place in it, and a CRC-32; what was given as `extra`. The last
+                                       line is the SHA-256 of the text
+
+DCP's own list of the boxes is a pickle, which may run any code when it is loaded. The manifest is JSON, and
+torch.load reads the boxes with weights_only, so loading runs no code from the files.
+
+To save M bytes costs M bytes of host memory on all ranks together, and 2 M bytes of memory traffic.
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html; CheckFreq (Mohan et al. 2021) has the copy
+and the thread; ByteCheckpoint (https://arxiv.org/abs/2407.20143) loads what any other division has saved.
 """
 
+import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
-import sys
+import re
+import shutil
 import threading
+import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from comm.exchange import exchange, on_all, on_main
+from comm.collectives import Group
+from comm.exchange import exchange, naming_a_lost_rank, on_all, on_main
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
-from training import checkpoint_storage as storage
-from training.checkpoint_storage import Boxes, Found, Ints
 from training.validate import validate_shared_folder
 
 try:
@@ -73,7 +101,18 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+# DCP says so where one process saves or loads alone, as export does.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+Ints = tuple[int, ...]
+FORMAT = "distributed training workbook, version 3"
+MANIFEST = "manifest"
+STEP = re.compile(r"step-(\d+)")
+OTHER = "is of another model:"
 _POLL = 0.05  # seconds between two looks at the store, while a save is awaited
+
+
+# What a rank holds.
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,16 +158,26 @@ class Shard:
         end = max(self.start, min(self.start + self.tensor.numel(), math.prod(sizes)))
         return self.name, full, offset, sizes, self.start, end
 
-    def add_to(self, boxes: dict[str, Boxes], tensor: Tensor | None = None) -> None:
-        """Add views of this shard's tensor, or of a flat `tensor` in its place, for each of its boxes."""
+    def boxes(self, flat: Tensor) -> Iterator["Box"]:
+        """Yield the boxes of this shard, with views of `flat`: its tensor, or a copy, as one row."""
         _, full, offset, sizes, start, end = self.place
-        flat = self.tensor.detach().view(-1) if tensor is None else tensor
-        at = 0
         for inside, box in boxes_of_range(start, end, sizes):
-            views = boxes.setdefault(self.name, Boxes(full)).views
             numel = math.prod(box)
-            views[tuple(a + b for a, b in zip(offset, inside, strict=True))] = flat[at : at + numel].view(box)
-            at += numel
+            at = tuple(a + b for a, b in zip(offset, inside, strict=True))
+            yield Box(MetadataIndex(self.name, at), torch.Size(full), flat[:numel].view(box))
+            flat = flat[numel:]
+
+
+class Box(NamedTuple):
+    """Holds elements of a full tensor: its name, the box's offset in it, its shape, and a view of them."""
+
+    index: MetadataIndex
+    full: torch.Size
+    view: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.index.offset or ()), self.view.shape)
 
 
 def boxes_of_range(start: int, end: int, sizes: Ints) -> Iterator[tuple[Ints, Ints]]:
@@ -179,25 +228,17 @@ def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
     for name, parameter in model.named_parameters():
         shape = offset = None
         if isinstance(parameter, DTensor):
-            shape, offset = parameter.shape, _offset(parameter)
+            shape, offset = parameter.shape, parameter.__create_chunk_list__()[0].offsets
         shards += shards_of(name, parameter, optimizer, shape, offset)
     kept = model.state_dict(keep_vars=True)
     return shards + [Shard(f"model/{name}", b) for name, b in model.named_buffers() if name in kept]
 
 
-def _offset(parameter: DTensor) -> Ints:
-    """Return where this rank's rows of a DTensor begin, which one dimension of a mesh may divide evenly."""
-    offset = [0] * parameter.dim()
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            dim = placement.dim  # type: ignore[attr-defined]
-            each = -(-parameter.shape[dim] // parameter.device_mesh.size(axis))
-            offset[dim] = min(each * parameter.device_mesh.get_local_rank(axis), parameter.shape[dim])
-    return tuple(offset)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# The checkpoints of a training.
 
 
 class Checkpoints:
@@ -208,8 +249,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, cluster: Cluster, keep: int = 3, resume: bool = False) -> None:
-        if keep < 1:
-            raise WorkbookError(f"keep is {keep}; at least 1 checkpoint must stay.")
         self._folder, self._cluster, self._keep = Path(folder), cluster, keep
         validate_shared_folder(cluster, "--checkpoint", str(folder), resume)
         self._token = on_main(cluster, f"save in {folder}", self._prepare)
@@ -221,158 +260,131 @@ class Checkpoints:
         self._last_saved, self._failure = -1, ""
         self._writer: threading.Thread | None = None
         self._layouts: list[str] = []
-        self._own_names: set[str] = set()
         self._copies: dict[tuple[Any, ...], Tensor] = {}
 
     def _prepare(self) -> str:
         claim(self._folder)
-        storage.remove_leftovers(self._folder)
+        remove_leftovers(self._folder)
         return os.urandom(4).hex()  # for the names of this job's unfinished folders
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; the same on all ranks."""
-        steps = on_main(
-            self._cluster,
-            f"look for checkpoints in {self._folder}",
-            lambda: storage.complete_steps(self._folder),
-        )
-        return max(steps, default=None)
+        what = f"look for checkpoints in {self._folder}"
+        return max(on_main(self._cluster, what, lambda: complete_steps(self._folder)), default=None)
 
     def save(self, step: int, shards: Iterable[Shard], extra: Any = None) -> None:
         """Copy the shards to host memory, and return; a thread writes them. First wait for an earlier save.
 
-        `extra` is what this rank needs besides: numbers and strings, in lists and dicts. Raise WorkbookError
-        if the folder has checkpoints of an earlier run, and this run has loaded none of them.
+        `extra` is what rank 0 wants to have in the manifest: numbers and strings, in lists and dicts. Raise
+        WorkbookError if the earlier save has failed, or if the folder has checkpoints of an earlier run, and
+        this run has loaded none of them.
         """
         if self._not_loaded is not None:
             raise already_there(self._folder, self._not_loaded)
-        extra = json.loads(json.dumps(extra))  # a copy: the run may change it
-        self._finish_writing()
+        extra = json.dumps(extra)  # at once: the run may change it
+        self.wait()
         if step == self._last_saved:
             return
-        copies = self._copied(list(shards))
+        copies = self._copied([shard for shard in shards if not shard.is_copy])
         self._writer = threading.Thread(target=self._write, args=(step, copies, extra), daemon=True)
         self._writer.start()
 
-    def _copied(self, shards: list[Shard]) -> dict[str, Boxes]:
+    def _copied(self, shards: list[Shard]) -> list[Box]:
         """Return copies, on the host, of what this rank saves. The next save uses their memory again."""
-        shards = [shard for shard in shards if not shard.is_copy]
         own = [shard.place for shard in shards]
         digest = hashlib.sha256(repr(own).encode()).hexdigest()
         if (layouts := exchange(digest)) != self._layouts:
             self._layouts, self._copies = layouts, {}
             self._mine = _shared_out(exchange(own))[self._cluster.rank]
-        boxes: dict[str, Boxes] = {}
+        boxes: list[Box] = []
         for shard, place in zip(shards, own, strict=True):
-            if place not in self._mine:
-                continue
-            source = shard.tensor.detach()
-            copy = self._copies.get(place)
-            if copy is None or copy.dtype != source.dtype:
-                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                self._copies[place] = copy
-            copy.copy_(source)
-            shard.add_to(boxes, copy.view(-1))
+            if place in self._mine:
+                source = shard.tensor.detach()
+                if place not in self._copies:
+                    like = {"dtype": source.dtype, "pin_memory": source.is_cuda}
+                    self._copies[place] = torch.empty(source.shape, **like)
+                boxes += shard.boxes(self._copies[place].copy_(source).view(-1))
         return boxes
 
-    def _write(self, step: int, boxes: dict[str, Boxes], extra: Any) -> None:
+    def _write(self, step: int, boxes: list[Box], extra: str) -> None:
         """Write this rank's boxes, and complete the checkpoint with the other ranks; the thread's work."""
         try:
-            final = storage.folder_of(self._folder, step)
-            storage.write(final, self._token, boxes, extra, self._group)
+            write(folder_of(self._folder, step), self._token, boxes, extra, self._group)
             if self._cluster.is_main:
-                storage.keep_newest(self._folder, step, self._keep)
+                keep_newest(self._folder, self._keep)
             self._last_saved = step
         except BaseException as error:
-            self._failure = self._failure or reason(error)
-            if self._cluster.is_main and isinstance(error.__cause__, CheckpointException):
-                print(f"{reason(error)}; training goes on", file=sys.stderr, flush=True)
-                storage.remove_leftovers(self._folder)
-            elif self._cluster.is_main:  # it has lost a rank, and the others wait for its answer
+            self._failure = reason(error)
+            has_lost_a_rank = not isinstance(error.__cause__, dcp.CheckpointException)
+            if self._cluster.is_main and has_lost_a_rank:  # the others wait for its answer
                 with suppress(RuntimeError):
-                    self._cluster.store.set(self._lost, reason(error))
+                    self._cluster.store.set(self._lost, self._failure)
 
     def wait(self) -> None:
-        """Wait for the last save. Raise WorkbookError if a save has failed since `wait` was last called."""
-        self._finish_writing()
+        """Wait until the last save is on disk. Raise WorkbookError if it has failed."""
+        while self._writer is not None and self._writer.is_alive():
+            self._writer.join(_POLL)
+            if self._writer.is_alive() and self._cluster.store.check([self._lost]):
+                self._failure = self._cluster.store.get(self._lost).decode()
+                break
+        self._writer = None
         failure, self._failure = self._failure, ""
         if failure:
             raise WorkbookError(failure)
-
-    def _finish_writing(self) -> None:
-        while self._writer is not None:
-            self._writer.join(_POLL)
-            if not self._writer.is_alive():
-                self._writer = None
-            elif self._cluster.store.check([self._lost]):
-                self._writer = None
-                raise WorkbookError(self._cluster.store.get(self._lost).decode())
 
     def abandon(self) -> None:
         """Leave a save that is under way to its thread, without waiting: another rank has died."""
         self._writer = None
 
-    def extras(self, step: int) -> list[Any]:
-        """Return what each rank gave to `save` as `extra`, in the order of the ranks that saved."""
-        return json.loads(self._of_manifest(step, lambda found: json.dumps(found.extras)))
+    def extra(self, step: int) -> Any:
+        """Return what rank 0 gave to `save` as `extra`."""
+        return self._found(step).extra
 
     def create_state(self, step: int, optimizer: Optimizer) -> None:
         """Give the parameters of an optimizer zeros as their state, of the kinds that a checkpoint has."""
-        for kind, (dtype, is_scalar) in self._of_manifest(step, _kinds).items():
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            for parameter in trained:
-                like = {"dtype": getattr(torch, dtype)}
-                zeros = torch.zeros((), **like) if is_scalar else torch.zeros_like(parameter, **like)
+        tensors, kinds = self._found(step).tensors, {}
+        for key, saved in tensors.items():
+            if key.startswith("optimizer/"):
+                _, kind, name = key.split("/", 2)
+                is_scalar = not saved.size and bool(tensors[f"model/{name}"].size)
+                kinds[kind] = saved.properties.dtype, is_scalar
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            for kind, (dtype, is_scalar) in kinds.items():
+                zeros = (
+                    torch.zeros((), dtype=dtype) if is_scalar else torch.zeros_like(parameter, dtype=dtype)
+                )
                 optimizer.state[parameter].setdefault(kind, zeros)
 
-    def _of_manifest(self, step: int, what_of: Any) -> Any:
-        return on_main(
-            self._cluster,
-            f"load the checkpoint of step {step} in {self._folder}",
-            lambda: what_of(storage.read_manifest(self._folder, step)),
-        )
+    def _found(self, step: int) -> "Found":
+        found: list[Found] = []
+        on_all(self._loading(step), lambda: found.append(read_manifest(self._folder, step)))
+        return found[0]
+
+    def _loading(self, step: int) -> str:
+        return f"load the checkpoint of step {step} in {self._folder}"
 
     def load(self, step: int, shards: Iterable[Shard]) -> None:
         """Fill the tensors of the shards, of any division of the model.
 
-        An optimizer's state that the checkpoint does not have stays as it is. Later checkpoints than this one
-        are removed when the next one is complete. Raise WorkbookError on all ranks if a byte has changed, or
-        if the tensors of all ranks together are not those that were saved.
+        An optimizer's state that the checkpoint does not have stays as it is. Raise WorkbookError on all
+        ranks if a byte has changed, or if the tensors of all ranks together are not those that were saved.
         """
-        self._finish_writing()
-        what, wanted = f"load the checkpoint of step {step} in {self._folder}", list(shards)
-        found: list[Found] = []
-
-        def look() -> list[str]:
-            found.append(storage.read_manifest(self._folder, step))
-            names = _fitting(found[0], wanted)
-            storage.verify(found[0], self._cluster.rank, self._cluster.world_size)
-            return names
-
-        names = {name for of_rank in on_all(what, look) for name in of_rank}
-        if left := sorted(found[0].tensors.keys() - names):
-            raise WorkbookError(
-                f"{found[0].folder} is of another model: it has {left[0]}, and this run does not"
-            )
-        fill(found[0], wanted, self._group)
+        self.wait()
+        found, wanted = self._found(step), list(shards)
+        by_rank = on_all(self._loading(step), lambda: _fitting(found, wanted))
+        names = {name for of_rank in by_rank for name in of_rank}
+        if left := sorted(found.tensors.keys() - names):
+            raise WorkbookError(f"{found.folder} {OTHER} it has {left[0]}, and this run does not")
+        fill(found, wanted, self._group)
         self._not_loaded, self._last_saved = None, step
 
 
-def fill(found: Found, wanted: Iterable[Shard], group: dist.ProcessGroup | None = None) -> None:
-    """Fill the tensors of the shards from a checkpoint that has their names."""
-    boxes: dict[str, Boxes] = {}
-    into: list[tuple[Shard, Tensor]] = []
-    for shard in wanted:
-        if shard.name not in found.tensors:
-            continue
-        if shard.tensor.is_contiguous():
-            shard.add_to(boxes)
-        else:
-            into.append((shard, torch.empty_like(shard.tensor, memory_format=torch.contiguous_format)))
-            shard.add_to(boxes, into[-1][1].view(-1))
-    storage.read(found, boxes, group)
-    for shard, dense in into:
-        shard.tensor.detach().copy_(dense)
+def already_there(folder: Path, step: int) -> WorkbookError:
+    """Return the error for a folder with checkpoints from which a run has not started."""
+    return WorkbookError(
+        f"{folder} has the checkpoint of step {step}, from which this run has not started: resume from it, "
+        "or name another folder"
+    )
 
 
 def _shared_out(layouts: list[list[tuple[Any, ...]]]) -> list[set[tuple[Any, ...]]]:
@@ -390,62 +402,33 @@ def _shared_out(layouts: list[list[tuple[Any, ...]]]) -> list[set[tuple[Any, ...
     return mine
 
 
-def _kinds(found: Found) -> dict[str, tuple[str, bool]]:
-    """Return the kinds of an optimizer's state: the dtype, and whether it is one number for a parameter."""
-    kinds = {}
-    for key, saved in found.tensors.items():
-        if key.startswith("optimizer/"):
-            _, kind, name = key.split("/", 2)
-            is_scalar = not saved.size and bool(found.tensors[f"model/{name}"].size)
-            kinds[kind] = str(saved.properties.dtype).removeprefix("torch."), is_scalar
-    return kinds
-
-
-def _fitting(found: Found, wanted: Iterable[Shard]) -> list[str]:
+def _fitting(found: "Found", wanted: Iterable[Shard]) -> list[str]:
     """Return the names of the wanted tensors. Raise WorkbookError if the model's are not those saved."""
     names = []
     for shard in wanted:
         saved = found.tensors.get(shard.name)
-        if saved is None and shard.name.startswith("optimizer/"):
-            continue
-        if saved is None and shard.tensor.numel():
-            raise WorkbookError(f"{found.folder} is of another model: it has no {shard.name}")
+        if saved is None and shard.name.startswith("model/") and shard.tensor.numel():
+            raise WorkbookError(f"{found.folder} {OTHER} it has no {shard.name}")
         there = saved and (tuple(saved.size), saved.properties.dtype)
         here = shard.full_shape, shard.tensor.dtype
         if there and there != here:
             raise WorkbookError(
-                f"{found.folder} is of another model: {shard.name} has shape {there[0]} and dtype {there[1]} "
-                f"in it, and shape {here[0]} and dtype {here[1]} in this run"
+                f"{found.folder} {OTHER} {shard.name} has shape {there[0]} and dtype {there[1]} in it, and "
+                f"shape {here[0]} and dtype {here[1]} in this run"
             )
         names.append(shard.name)
     return names
 
 
-def already_there(folder: Path, step: int) -> WorkbookError:
-    """Return the error for a folder with checkpoints from which a run has not started."""
-    return WorkbookError(
-        f"{folder} has the checkpoint of step {step}, from which this run has not started: resume from it, "
-        "or name another folder"
-    )
-
-
-_claims: dict[tuple[int, int], int] = {}  # st_dev and st_ino of a folder -> its open descriptor
+_claims: dict[Path, int] = {}  # an open descriptor of each claimed folder
 
 
 def claim(folder: Path) -> None:
-    """Create `folder` if needed, and let no other process save there until this process ends.
-
-    Raise WorkbookError if another process has claimed it: two jobs would replace each other's checkpoints. On
-    a file system that cannot lock a folder (NFS) this is not detected.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    """Let no other process save in `folder` until this process ends, where the file system has locks."""
+    path = folder.resolve()
+    if fcntl is None or path in _claims:
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    found = os.fstat(descriptor)
-    if (found.st_dev, found.st_ino) in _claims:
-        os.close(descriptor)
-        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -454,5 +437,224 @@ def claim(folder: Path) -> None:
             f"another job saves its checkpoints in {folder}: choose another folder, or wait until it ends"
         ) from None
     except OSError:
-        pass  # this file system has no locks
-    _claims[found.st_dev, found.st_ino] = descriptor
+        pass  # such as NFS: it has no locks
+    _claims[path] = descriptor
+
+
+# Which checkpoints there are.
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return directory / f"step-{step}"
+
+
+def complete_steps(directory: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, in ascending order."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(int(found[1]) for found in map(STEP.fullmatch, names) if found)
+
+
+def keep_newest(directory: Path, number: int) -> None:
+    """Remove all complete checkpoints but the last `number`."""
+    for step in complete_steps(directory)[:-number]:
+        folder = folder_of(directory, step)
+        folder.rename(folder.with_name(f"{folder.name}.tmp-old"))  # removed in part it must not look complete
+    remove_leftovers(directory)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what belongs to no complete checkpoint, such as files of a killed job or of a failed save."""
+    for folder in directory.glob("step-*.tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# Writing and reading with DCP.
+
+
+class Place(NamedTuple):
+    """Says where a box of the tensor `name` is stored, with fields that DCP looks for."""
+
+    name: str
+    relative_path: str
+    offset: int
+    length: int
+    crc32: int
+    transform_descriptors: tuple[()] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint, as its manifest describes it."""
+
+    folder: Path
+    metadata: Metadata
+    extra: Any
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        return self.metadata.state_dict_metadata  # type: ignore[return-value]
+
+
+def write(final: Path, token: str, boxes: Iterable[Box], extra: str, group: Group) -> None:
+    """Write the boxes of all ranks as the checkpoint `final`; all ranks call it with the same `token`.
+
+    `extra` is JSON, and rank 0's counts. `group` is one of gloo; None: this process writes alone. Raise
+    WorkbookError on all ranks if one has failed; the checkpoint is then not there.
+    """
+    writer = Writer(final, final.with_name(f"{final.name}.tmp-{token}"), extra)
+    how = {"storage_writer": writer, "planner": SavePlanner(boxes), "no_dist": group is None}
+    with in_a_sentence(f"save the checkpoint {final}"):
+        dcp.save({}, process_group=group, **how)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Hands DCP the boxes, in the place of a state dict."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = {box.index: box for box in boxes}
+
+    def create_local_plan(self) -> planner.SavePlan:
+        items = []
+        for box in self._boxes.values():
+            data = planner.TensorWriteData(box.chunk, TensorProperties(box.view.dtype), box.full)
+            items.append(planner.WriteItem(box.index, planner.WriteItemType.SHARD, tensor_data=data))
+        return planner.SavePlan(items)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._boxes[index].view
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes into a temporary folder, which gets its final name when the files of all ranks are on disk."""
+
+    def __init__(self, final: Path, temporary: Path, extra: str) -> None:
+        super().__init__(temporary)
+        self._final, self._folder, self._extra = final, temporary, extra
+
+    def write_data(self, plan: planner.SavePlan, its_planner: planner.SavePlanner) -> Future[list[Any]]:
+        """Write this rank's boxes, and return a row of the manifest for each of them."""
+        try:
+            results = super().write_data(plan, its_planner).wait()
+        except (OSError, RuntimeError) as error:
+            # On a full disk torch.save fails once more while it closes its archive, which hides the cause.
+            cause = error if isinstance(error, OSError) else error.__context__
+            raise cause if isinstance(cause, OSError) else error from error
+        items = {item.index: item.tensor_data for item in plan.items}
+        rows = []
+        for result in results:
+            box, place = items[result.index], result.storage_data
+            what = [result.index.fqn, str(box.properties.dtype).removeprefix("torch."), list(box.size)]
+            with open(self._folder / place.relative_path, "rb") as file:
+                file.seek(place.offset)
+                crc32 = zlib.crc32(file.read(place.length))
+            where = [list(box.chunk.offsets), list(box.chunk.sizes), place.relative_path, place.offset]
+            rows.append(dataclasses.replace(result, storage_data=[*what, *where, place.length, crc32]))
+        written: Future[list[Any]] = Future()
+        written.set_result(rows)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Write the manifest, and name the folder; DCP calls this on one rank, after all have written."""
+        boxes = [result.storage_data for of_rank in results for result in of_rank]
+        text = json.dumps({"format": FORMAT, "extra": json.loads(self._extra), "boxes": boxes})
+        with open(self._folder / MANIFEST, "w") as file:
+            file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._folder.rename(self._final)
+
+
+def read_manifest(directory: Path, step: int) -> Found:
+    """Return a complete checkpoint. Raise WorkbookError if it is missing or its manifest is damaged."""
+    folder = folder_of(directory, step)
+    path = folder / MANIFEST
+    if not path.exists():
+        raise WorkbookError(f"there is no complete checkpoint of step {step} in {directory}")
+    text, _, digest = path.read_bytes().strip().rpartition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise _damaged(path)
+    found = json.loads(text)
+    if found["format"] != FORMAT:
+        raise WorkbookError(f"{path} has the format {found['format']!r}, and this program reads {FORMAT!r}")
+    tensors: dict[str, Any] = {}
+    places = {}
+    for name, dtype, full, offset, sizes, *place in found["boxes"]:
+        saved = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(full), [])
+        chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+        tensors.setdefault(name, saved).chunks.append(chunk)
+        places[MetadataIndex(name, offset)] = Place(name, *place)
+    return Found(folder, Metadata(tensors, None, places), found["extra"])
+
+
+def _damaged(path: Path, where: str = "") -> WorkbookError:
+    way_out = f"remove {path.parent} to resume from an earlier checkpoint"
+    return WorkbookError(f"{path} is damaged{where}; {way_out}")
+
+
+def fill(found: Found, wanted: Iterable[Shard], group: Group = None) -> None:
+    """Fill the tensors of the shards from a checkpoint that has their names. Raise WorkbookError on all ranks
+    if a byte has changed that one of them reads, with its file and tensor.
+
+    All ranks of `group`, which is one of gloo, call it. None: this process reads alone.
+    """
+    into = [(shard.tensor.detach(), shard) for shard in wanted if shard.name in found.tensors]
+    dense = [tensor.contiguous() for tensor, _ in into]  # the tensor itself, or a copy
+    pairs = list(zip(into, dense, strict=True))
+    boxes = [box for (_, shard), values in pairs for box in shard.boxes(values.view(-1))]
+    how = {"storage_reader": _Reader(found), "planner": _LoadPlanner(boxes), "no_dist": group is None}
+    with in_a_sentence(f"load the checkpoint {found.folder}"):
+        dcp.load({}, process_group=group, **how)
+    for (tensor, _), values in pairs:
+        if values is not tensor:
+            tensor.copy_(values)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """Asks DCP for the boxes, in the place of a state dict."""
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        super().__init__()
+        self._boxes = {box.index: box for box in boxes}
+
+    def create_local_plan(self) -> planner.LoadPlan:
+        saved: dict[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+        names = [(index.fqn, box.chunk) for index, box in self._boxes.items()]
+        reads = [create_read_items_for_chunk_list(name, saved[name], [chunk]) for name, chunk in names]
+        return planner.LoadPlan([item for items in reads for item in items])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._boxes[index].view
+
+
+class _Reader(dcp.FileSystemReader):
+    """Gives DCP what the manifest says, and boxes as they were saved: its own reader unpickles its list."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(found.folder)
+        self._found = found
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._found.metadata
+
+    def _slice_file(self, file: Any, place: Any) -> io.BytesIO:
+        file.seek(place.offset)
+        data = file.read(place.length)
+        if zlib.crc32(data) != place.crc32:
+            raise _damaged(self._found.folder / place.relative_path, f", in {place.name}")
+        return io.BytesIO(data)
+
+
+@contextmanager
+def in_a_sentence(what: str) -> Iterator[None]:
+    """Raise one sentence as a WorkbookError where DCP raises the tracebacks of all ranks on every rank."""
+    try:
+        with naming_a_lost_rank(what):
+            yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        own = isinstance(cause, WorkbookError)
+        raise WorkbookError(
+            str(cause) if own else f"cannot {what}: on rank {rank}, {reason(cause)}"
+        ) from error

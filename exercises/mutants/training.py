@@ -1,5 +1,6 @@
 """Wrong implementations of what all lessons share: data, clipping, evaluation and checkpoints."""
 
+import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from exercises.mutants import mutant
-from training import checkpoint_storage as storage
-from training.checkpoint import Checkpoints, Shard, already_there
-from training.checkpoint_storage import Boxes
+from training import checkpoint
+from training.checkpoint import Box, Checkpoints, Shard, already_there
 from training.data import VALIDATION_BATCHES, TrainingData
 from training.run import Run
 
@@ -27,12 +27,12 @@ def checkpoint_awaited_by_one_rank(self: Checkpoints) -> None:
     """A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on
     disk.
     """
-    if self._cluster.is_main:
-        self._finish_writing()
+    if self._cluster.is_main and self._writer is not None:
+        self._writer.join()
 
 
 @mutant(
-    target="training.checkpoint_storage.write",
+    target="training.checkpoint.write",
     killer=(
         "tests.training.test_checkpoint."
         "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete"
@@ -40,15 +40,15 @@ def checkpoint_awaited_by_one_rank(self: Checkpoints) -> None:
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
 def checkpoint_complete_before_it_is_written(
-    final: Path, token: str, boxes: dict[str, Boxes], extra: Any, group: dist.ProcessGroup
+    final: Path, token: str, boxes: list[Box], extra: str, group: dist.ProcessGroup
 ) -> None:
     """A checkpoint cannot be loaded: its folder had its final name before the files of all ranks were on
     disk.
     """
     final.mkdir(exist_ok=True)
-    with storage.in_a_sentence(f"save the checkpoint {final}"):
-        writer, planner = storage.Writer(final, final), storage.SavePlanner(extra)
-        dcp.save(boxes, storage_writer=writer, planner=planner, process_group=group)
+    with checkpoint.in_a_sentence(f"save the checkpoint {final}"):
+        writer, planner = checkpoint.Writer(final, final, extra), checkpoint.SavePlanner(boxes)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
 
 @mutant(
@@ -67,11 +67,15 @@ def checkpoint_of_a_later_batch(
     """
     if self._not_loaded is not None:
         raise already_there(self._folder, self._not_loaded)
-    self._finish_writing()
+    self.wait()
     if step == self._last_saved:
         return
     copies = self._copied(list(shards))
-    self._writer = threading.Thread(target=self._write, args=(step, copies, extra), daemon=True)
+
+    def write() -> None:
+        self._write(step, copies, json.dumps(extra))
+
+    self._writer = threading.Thread(target=write, daemon=True)
     self._writer.start()
 
 
@@ -83,12 +87,9 @@ def checkpoint_of_a_later_batch(
     ),
     symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
 )
-def checkpoint_of_tensors_that_change(self: Checkpoints, shards: list[Shard]) -> dict[str, Boxes]:
+def checkpoint_of_tensors_that_change(self: Checkpoints, shards: list[Shard]) -> list[Box]:
     """A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes."""
-    boxes: dict[str, Boxes] = {}
-    for shard in shards:
-        shard.add_to(boxes)
-    return boxes
+    return [box for shard in shards for box in shard.boxes(shard.tensor.detach().view(-1))]
 
 
 @mutant(
@@ -151,7 +152,7 @@ def pipeline_evaluation_mode_stays(model: nn.Module) -> Iterator[None]:
 
 
 @mutant(
-    target="training.randomness.seed_step",
+    target="training.data.seed_step",
     killer="tests.training.test_randomness.test_ranks_with_examples_of_their_own_draw_different_masks",
     cause="the same again",
 )

@@ -14,7 +14,7 @@ from lab.launch.errors import Stopped
 from tests.comm.places import free_port
 from tests.hybrid_parallel.test_run import summaries
 from tests.scripts.kubernetes import ROOT, command_of_pod, objects, small_job
-from training.checkpoint_storage import complete_steps
+from training.checkpoint import complete_steps
 
 JOB = objects()["Job"]
 

@@ -11,7 +11,7 @@ from hybrid_parallel import export
 from lab.check import state_digest
 from lab.models.model import GPT, GPTConfig
 from tests.hybrid_parallel.test_run import summaries
-from training.checkpoint_storage import complete_steps
+from training.checkpoint import complete_steps
 
 Way = dict[str, Any]
 

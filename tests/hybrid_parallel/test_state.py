@@ -17,8 +17,7 @@ from lab.models.model import GPT, loss_of
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import RTOL, batch, gpt
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
-from training import checkpoint_storage as storage
-from training.checkpoint import Checkpoints, Shard, fill
+from training.checkpoint import Checkpoints, Shard, fill, read_manifest
 
 MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
 ROWS, STEPS = 8, 3
@@ -56,7 +55,7 @@ def load(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
 
 def saved_in(folder: Path) -> dict[str, Tensor]:
     """Return all that a checkpoint has, in full tensors."""
-    found = storage.read_manifest(folder, STEPS)
+    found = read_manifest(folder, STEPS)
     full = {
         name: torch.empty(saved.size, dtype=saved.properties.dtype) for name, saved in found.tensors.items()
     }

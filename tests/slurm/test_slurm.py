@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import SlurmCluster, last_step, processes_of
-from training.checkpoint_storage import complete_steps
+from training.checkpoint import complete_steps
 
 STEPS = 300
 CONFIG = "configs/pipeline_and_data.yaml"

@@ -14,7 +14,7 @@ from lab.launch.errors import Complete
 from lab.models.model import SIZES
 from lab.ranks import run_ranks
 from tests.training.attempts import STEPS, interrupted, refusal, the_one_sentence, train
-from training import checkpoint_storage as storage
+from training.checkpoint import MANIFEST
 from training.run import Run
 
 NAIVE, OVERLAP, BUCKETS = "data_parallel_naive", "data_parallel_overlap", "data_parallel_bucket_overlap"
@@ -94,7 +94,7 @@ def test_ctrl_c_in_the_last_step_lets_the_run_end_with_its_report(tmp_path):
 def test_a_checkpoint_that_is_missing_damaged_complete_or_of_other_arguments_is_refused_by_all_ranks(
     tmp_path,
 ):
-    manifest = tmp_path / "step-2" / storage.MANIFEST
+    manifest = tmp_path / "step-2" / MANIFEST
     others: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "'seed': 1"),
         ({"batch_size": 24}, "'batch_size': 24"),
