@@ -34,7 +34,7 @@ from lab.models.digits import load_digits
 from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
 from training.arguments import given
-from training.replicas import replicas_equal
+from training.report import replicas_equal
 from training.validate import validate_numbers, validate_shares
 
 

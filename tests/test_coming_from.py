@@ -93,24 +93,6 @@ def test_every_name_on_our_side_exists(theirs: str, ours: str):
     assert not list(complaints(ours))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "[`no_such_name`](comm/cost.py)",
-        "`no_such_mode`",
-        "`--no-such-option`",
-        "`--bf16` of `zero1`",
-        "`--balance` of `pipeline_1f1b`, with `no_such_choice`",
-        "`--bf16` of `zero3`; `--bf16` of `zero1`",
-        "`make no_such_target`",
-        "`%ranks no_such_word`",
-        '[`all_reduce`](comm/collectives.py) with `no_such_keyword="mean"`',
-    ],
-)
-def test_a_name_that_does_not_exist_is_noticed(cell: str):
-    assert len(list(complaints(cell))) == 1
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("theirs", [theirs for theirs, _ in rows_of(section("PyTorch"))])
 def test_every_name_of_pytorch_exists(theirs: str):

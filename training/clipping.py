@@ -41,13 +41,11 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad) if parameter.grad.is_sparse else scale)
+            parameter.grad.mul_(scale)
     return norm
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squared magnitudes, in float64, also of a sparse or a complex gradient."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    values = values.float() if values.itemsize < 4 else values  # a square of float16 overflows above 255
+    """Return the sum of squares, in float64."""
+    values = gradient.float() if gradient.itemsize < 4 else gradient  # a square of float16 overflows at 256
     return values.square().sum().double()

@@ -1,9 +1,17 @@
-"""The data that a run trains on, and the held-out data that it is validated on.
+"""The data that a run trains on, the held-out data that it is validated on, and a step's random numbers.
 
       text ("gpt")            all but the last 1/20 of the corpus   |   the last 1/20
       digits (other models)   1500 images                           |   297 images, mostly by other writers
 
 A batch is a pure function of the seed and the step, so any number of ranks trains on the same one.
+
+torch starts every process with the same seed: if data parallel ranks kept it, a step would have the examples
+of n ranks, and the dropout masks of one. Ranks draw different numbers where they compute different things:
+
+      data parallel      a rank has its own examples                        masks of its own
+      pipeline           a rank has its own layers                          masks of its own
+      tensor parallel    all ranks compute the same residual stream         one mask for all
+                         a rank has its own heads, or its own tokens        tensor_parallel/randomness.py
 """
 
 from collections.abc import Iterator
@@ -69,3 +77,11 @@ class TrainingData:
             for some in torch.arange(number).split(self._batch_size):
                 at = some % len(images)
                 yield images[at], labels[at], some < len(images)
+
+
+def seed_step(seed: int, step: int, stream: int) -> None:
+    """Seed torch's generators for a step. Ranks with equal `stream` draw the same numbers.
+
+    They are a pure function of the arguments, so a resumed run draws the same as an uninterrupted one.
+    """
+    torch.manual_seed(int(np.random.default_rng((seed, step, stream)).integers(1 << 62)))

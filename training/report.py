@@ -1,4 +1,4 @@
-"""Make the report's figures out of recorded spans and counted messages.
+"""Make the report's figures out of recorded spans and counted messages, and compare the ranks' replicas.
 
 hidden_share     the share of the communication time in which the rank also computed
 blocking_share   the share of the communication time in which the main thread itself communicated: an
@@ -8,7 +8,12 @@ blocking_share   the share of the communication time in which the main thread it
 import statistics
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
+from comm.exchange import exchange
 from comm.transport.streams import transports_of
+from lab.check import module_digest, state_digest
+from lab.cluster import Cluster
 from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
 from lab.trace.overlap import overlap_of
@@ -45,3 +50,15 @@ def median(values: Sequence[float | None]) -> float | None:
     """Return the median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
+    """Return every rank's digest of the full model, in rank order. All ranks must call it."""
+    if not hasattr(module, "full_state_dict"):
+        return exchange(module_digest(module))
+    return exchange(state_digest(module.full_state_dict()))  # type: ignore[operator]
+
+
+def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
+    """Return whether all ranks hold bitwise the same module. All must call it, and get the same answer."""
+    return len(set(replica_digests(cluster, module))) == 1

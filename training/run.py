@@ -26,7 +26,7 @@ together; a plain module needs none of them.
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,12 +57,10 @@ from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.checkpoint import Checkpoints, Shard, already_there, plain_shards
-from training.data import TrainingData
+from training.data import TrainingData, seed_step
 from training.evaluation import Sums, evaluating, held_out_means, sums_of
 from training.predict import median_step_seconds
-from training.randomness import seed_step
-from training.replicas import replica_digests
-from training.report import overlap_figures, pattern_and_transport
+from training.report import overlap_figures, pattern_and_transport, replica_digests
 from training.validate import nothing_in, tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
@@ -70,8 +68,6 @@ RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fil
 DRAWN_STEPS = 3  # in a picture; more would not make it clearer
 
 DEFAULTS = {"optimizer": "adamw", "balance": "aux"}  # of lessons that have no such option
-
-Draw = Callable[[str, list[Event]], None]
 
 
 class Run:
@@ -97,7 +93,6 @@ class Run:
         args: TrainArgs,
         run_mode: str,
         model: str | None = None,
-        whole_batch: bool = False,
         *,
         share: tuple[int, int] | None = None,
         stream: int | None = None,
@@ -105,11 +100,12 @@ class Run:
     ) -> None:
         self._cluster, self._args, self._run_mode = cluster, args, run_mode
         self._model: str = getattr(args, "model", "gpt") if model is None else model
-        own_share = (0, 1) if whole_batch else (cluster.rank, cluster.world_size)
-        self._share = own_share if share is None else share
+        self._share = (cluster.rank, cluster.world_size) if share is None else share
         self._stream = self._share[0] if stream is None else stream
         self._seed = args.seed + (0 if same_weights else cluster.rank)  # of the initial weights
-        self._config = self._gpt_config(args)
+        own = {"num_layers": getattr(args, "layers", None), "block_size": getattr(args, "length", None)}
+        own = {name: size for name, size in own.items() if size is not None}
+        self._config = GPTConfig.named(args.size, **own)  # of other models, only the width counts
         self._data = TrainingData(self._model, args.batch_size, args.seed, self._config.block_size)
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
@@ -126,11 +122,6 @@ class Run:
         self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
 
-    def _gpt_config(self, args: TrainArgs) -> GPTConfig:
-        """Return the sizes of the GPT: those of --size, with the script's own --layers and --length."""
-        own = {"num_layers": getattr(args, "layers", None), "block_size": getattr(args, "length", None)}
-        return GPTConfig.named(args.size, **{name: size for name, size in own.items() if size is not None})
-
     def _validate(self, args: TrainArgs) -> None:
         if hasattr(args, "validate"):
             args.validate(self._cluster.world_size)
@@ -140,10 +131,6 @@ class Run:
         if args.checkpoint is not None:
             keep = getattr(args, "checkpoint_keep", 1)
             self._checkpoints = Checkpoints(args.checkpoint, self._cluster, keep, args.resume)
-
-    def _measured_link(self) -> Link:
-        """Return alpha and beta of what the lesson sends."""
-        return measure_all_reduce(self.pattern, device=self._cluster.device)
 
     def model(self) -> nn.Module:
         """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
@@ -192,12 +179,14 @@ class Run:
             try:
                 yield self._first_step
             except Stopped:
-                self._save_and_wait()
+                self._save()
+                self._checkpoints.wait()
                 raise
             except Exception:  # perhaps a rank has died, and the thread that saves waits for it
                 self._checkpoints.abandon()
                 raise
-            self._save_and_wait()
+            self._save()
+            self._checkpoints.wait()
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
             self._until_reported = handlers.pop_all()
 
@@ -213,10 +202,6 @@ class Run:
         extra = {"made_with": self._made_with(), "tied": tied}
         self._checkpoints.save(self._first_step + self._steps_done, self._shards(), extra)
 
-    def _save_and_wait(self) -> None:
-        self._save()
-        self._checkpoints.wait()
-
     def _shards(self) -> list[Shard]:
         """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""
         model, optimizer = self._trained
@@ -229,7 +214,7 @@ class Run:
     def _load(self, step: int) -> int:
         """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
         args, (_, optimizer) = self._args, self._trained
-        made_with, here = self._checkpoints.extras(step)[0]["made_with"], self._made_with()
+        made_with, here = self._checkpoints.extra(step)["made_with"], self._made_with()
         if made_with != here:
             raise WorkbookError(
                 f"The checkpoint was made with {made_with}, and this run has {here}; give the same "
@@ -249,15 +234,10 @@ class Run:
     def _say_where_it_begins(self) -> None:
         """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
         folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
-        if self._first_step:
-            text = (
-                f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
-            )
-        elif restarts:
+        text = f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
+        if not self._first_step:
             text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
-        else:
-            return
-        if self._cluster.is_main:
+        if self._cluster.is_main and (self._first_step or restarts):
             again = f"restart {restarts}: " if restarts else ""
             print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
 
@@ -277,8 +257,7 @@ class Run:
 
     def _begin(self) -> Meter:
         if self.link is None:
-            self.link = self._measured_link()
-        self._link = self.link
+            self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
         return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step)
@@ -349,11 +328,11 @@ class Run:
             sentence = f"stopped after {done}; the checkpoint is in {where}, and --resume goes on from there."
             raise Stopped(sentence, int(asked))
 
-    def finish(self, model: nn.Module, draw: Draw | None = None, **extras: Any) -> dict[str, Any]:
+    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
         `extras` are the lesson's own rows. One that is a function is called with the spans of each observed
-        step on this rank. `draw(folder, events)` writes the files of --trace instead of `Run`.
+        step on this rank.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
@@ -361,11 +340,11 @@ class Run:
         over `observed_steps` steps: the first ones after the warm-up. The others are for the whole run.
         """
         with self._until_reported:
-            return self._report(model, draw or self._draw, extras)
+            return self._report(model, extras)
 
-    def _report(self, model: nn.Module, draw: Draw, extras: dict[str, Any]) -> dict[str, Any]:
+    def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
         cluster, args = self._cluster, self._args
-        assert self._meter is not None, "there was no step"
+        assert self._meter is not None and self.link is not None, "there was no step"
         timeline.stop_recording()
         windows = self._meter.windows
         warmup = min(WARMUP_STEPS, len(windows) // 2)
@@ -380,8 +359,8 @@ class Run:
             **pattern_and_transport(self._meter.traffic, self.pattern),
             observed_steps=len(by_step),
             **overlap_figures(by_step if self.not_measured is None else []),
-            alpha_seconds=self._link.alpha,
-            beta_seconds_per_byte=self._link.beta,
+            alpha_seconds=self.link.alpha,
+            beta_seconds_per_byte=self.link.beta,
             bytes_formula=self._expected.bytes_sent,
             messages_formula=self._expected.messages_sent,
             **self._validation,
@@ -391,7 +370,7 @@ class Run:
         )
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
-            draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
+            self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
         refuse_unequal(digests)
         return summary
 
@@ -403,10 +382,11 @@ class Run:
 
     def predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
         """Return the predicted time of a step in which gradients are all-reduced (predict.py)."""
+        assert self.link is not None, "there was no step"
         pattern = cost.model_of("all_reduce", pattern_for("all_reduce", self.pattern, LARGE_BYTES))
-        ranks = self._cluster.world_size
+        ranks, link = self._cluster.world_size, self.link
         return median_step_seconds(
-            by_step, lambda num_bytes: cost.seconds("all_reduce", pattern, num_bytes, ranks, self._link)
+            by_step, lambda size: cost.seconds("all_reduce", pattern, size, ranks, link)
         )
 
     def _made_with(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
 from training.arguments import Size
 from training.data import TrainingData
-from training.replicas import replica_digests
+from training.report import replica_digests
 
 LossOfSum = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the sum over examples, not the mean
 

@@ -577,7 +577,7 @@ show(
 
 # %%
 # %%ranks
-from training.replicas import replica_digests
+from training.report import replica_digests
 
 print("replicas equal:", len(set(replica_digests(cluster, model))) == 1)
 

@@ -25,7 +25,7 @@ from lab.models.text import rank_slice
 from lab.trace import timeline
 from lab.trace.gantt import Event
 from lab.trace.metronome import Metronome
-from training.replicas import replicas_equal
+from training.report import replicas_equal
 
 BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches divide a rank's slice
 

@@ -30,7 +30,7 @@ from tests.data_parallel.equivalence import (
     text_loss,
 )
 from tests.data_parallel.small_models import HasNone, Middle, X, layers
-from training.replicas import replicas_equal
+from training.report import replicas_equal
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

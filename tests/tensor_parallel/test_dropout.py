@@ -12,7 +12,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt, text
-from training.randomness import seed_step
+from training.data import seed_step
 from zero.train_zero3 import recompute_blocks
 
 

@@ -21,7 +21,7 @@ from tests.tensor_parallel.equivalence import (
     gpt,
     text,
 )
-from training.replicas import replica_digests
+from training.report import replica_digests
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
