@@ -12,7 +12,6 @@
 The checkpoint made from a file has step 0, and no optimizer state. Both need memory for the full model.
 """
 
-import json
 import os
 import re
 import secrets
@@ -95,7 +94,7 @@ def import_from(file: Path, directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkbookError(f"cannot save a checkpoint in {directory}: {reason(error)}") from error
-    extra = json.dumps({"tied": tied})
+    extra = {"tied": tied}
     checkpoint.write(checkpoint.folder_of(directory, 0), secrets.token_hex(4), boxes, extra, None)
     return len(tensors)
 

@@ -281,7 +281,7 @@ class Checkpoints:
         """
         if self._not_loaded is not None:
             raise already_there(self._folder, self._not_loaded)
-        extra = json.dumps(extra)  # at once: the run may change it
+        extra = json.loads(json.dumps(extra))  # a copy: the run may change it
         self.wait()
         if step == self._last_saved:
             return
@@ -306,7 +306,7 @@ class Checkpoints:
                 boxes += shard.boxes(self._copies[place].copy_(source).view(-1))
         return boxes
 
-    def _write(self, step: int, boxes: list[Box], extra: str) -> None:
+    def _write(self, step: int, boxes: list[Box], extra: Any) -> None:
         """Write this rank's boxes, and complete the checkpoint with the other ranks; the thread's work."""
         try:
             write(folder_of(self._folder, step), self._token, boxes, extra, self._group)
@@ -496,10 +496,10 @@ class Found:
         return self.metadata.state_dict_metadata  # type: ignore[return-value]
 
 
-def write(final: Path, token: str, boxes: Iterable[Box], extra: str, group: Group) -> None:
+def write(final: Path, token: str, boxes: Iterable[Box], extra: Any, group: Group) -> None:
     """Write the boxes of all ranks as the checkpoint `final`; all ranks call it with the same `token`.
 
-    `extra` is JSON, and rank 0's counts. `group` is one of gloo; None: this process writes alone. Raise
+    Rank 0's `extra` counts. `group` is one of gloo; None: this process writes alone. Raise
     WorkbookError on all ranks if one has failed; the checkpoint is then not there.
     """
     writer = Writer(final, final.with_name(f"{final.name}.tmp-{token}"), extra)
@@ -529,7 +529,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 class Writer(dcp.FileSystemWriter):
     """Writes into a temporary folder, which gets its final name when the files of all ranks are on disk."""
 
-    def __init__(self, final: Path, temporary: Path, extra: str) -> None:
+    def __init__(self, final: Path, temporary: Path, extra: Any) -> None:
         super().__init__(temporary)
         self._final, self._folder, self._extra = final, temporary, extra
 
@@ -558,7 +558,7 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the manifest, and name the folder; DCP calls this on one rank, after all have written."""
         boxes = [result.storage_data for of_rank in results for result in of_rank]
-        text = json.dumps({"format": FORMAT, "extra": json.loads(self._extra), "boxes": boxes})
+        text = json.dumps({"format": FORMAT, "extra": self._extra, "boxes": boxes})
         with open(self._folder / MANIFEST, "w") as file:
             file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
             file.flush()

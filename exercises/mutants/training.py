@@ -1,6 +1,5 @@
 """Wrong implementations of what all lessons share: data, clipping, evaluation and checkpoints."""
 
-import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ def checkpoint_awaited_by_one_rank(self: Checkpoints) -> None:
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
 def checkpoint_complete_before_it_is_written(
-    final: Path, token: str, boxes: list[Box], extra: str, group: dist.ProcessGroup
+    final: Path, token: str, boxes: list[Box], extra: Any, group: dist.ProcessGroup
 ) -> None:
     """A checkpoint cannot be loaded: its folder had its final name before the files of all ranks were on
     disk.
@@ -71,11 +70,7 @@ def checkpoint_of_a_later_batch(
     if step == self._last_saved:
         return
     copies = self._copied(list(shards))
-
-    def write() -> None:
-        self._write(step, copies, json.dumps(extra))
-
-    self._writer = threading.Thread(target=write, daemon=True)
+    self._writer = threading.Thread(target=self._write, args=(step, copies, extra), daemon=True)
     self._writer.start()
 
 
