@@ -168,7 +168,8 @@ class Shard:
             flat = flat[numel:]
 
 
-class Box(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Box:
     """Holds elements of a full tensor: its name, the box's offset in it, its shape, and a view of them."""
 
     index: MetadataIndex
@@ -301,8 +302,8 @@ class Checkpoints:
             if place in self._mine:
                 source = shard.tensor.detach()
                 if place not in self._copies:
-                    like = {"dtype": source.dtype, "pin_memory": source.is_cuda}
-                    self._copies[place] = torch.empty(source.shape, **like)
+                    copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                    self._copies[place] = copy
                 boxes += shard.boxes(self._copies[place].copy_(source).view(-1))
         return boxes
 
@@ -541,7 +542,7 @@ class Writer(dcp.FileSystemWriter):
             # On a full disk torch.save fails once more while it closes its archive, which hides the cause.
             cause = error if isinstance(error, OSError) else error.__context__
             raise cause if isinstance(cause, OSError) else error from error
-        items = {item.index: item.tensor_data for item in plan.items}
+        items = {item.index: item.tensor_data for item in plan.items if item.tensor_data}
         rows = []
         for result in results:
             box, place = items[result.index], result.storage_data

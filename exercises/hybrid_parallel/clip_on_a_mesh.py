@@ -8,7 +8,7 @@ You may use:
     all_reduce(tensor, op='sum', group=None, async_op=False, pattern=None) -> Work
         Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank.
     sum_of_squares(gradient: Tensor) -> Tensor
-        Return the sum of squared magnitudes, in float64, also of a sparse or a complex gradient.
+        Return the sum of squares, in float64.
 
 Check it with `python -m exercises check clip_on_a_mesh`.
 """
