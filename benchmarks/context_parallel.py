@@ -16,85 +16,96 @@
 """
 
 import dataclasses
-import sys
 from collections.abc import Sequence
-from typing import Any
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
-
-import tyro
+import torch
 
 from benchmarks import side_by_side
-from benchmarks.context_parallel_steps import activations, clocked, steps
-from benchmarks.side_by_side import medians, row
+from benchmarks.side_by_side import Rows, Seconds, Training, bytes_sent_in, medians, row, tokens
 from comm.wire import slow_link
+from context_parallel.clock import clock
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.sequence_cut import CUTS
-from lab.models.model import GPT, GPTConfig
+from context_parallel.parallel_model import ContextParallel, SharedSequence
+from context_parallel.sequence_cut import CUTS, SequenceCut
+from context_parallel.train_all_to_all_attention import all_to_all_attention
+from context_parallel.train_ring_attention import ring_attention
+from lab.cluster import Cluster
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import run_ranks
-from lab.ranks.forked import preload
+from lab.trace.memory import saved_activations
+from tensor_parallel.parallelize import parallelize
 
-Rows = list[dict[str, Any]]
 LINK = "1gbit"
 LENGTH, HEADS = 4096, 8  # of the clocked attention; a head has 64 numbers
+PAIRS = LENGTH * (LENGTH + 1) / 2  # of queries and keys
 CONFIG = GPTConfig(block_size=8192, num_layers=2, num_heads=8, width=256)
 LENGTHS = [256, 2048]  # of the sequence of a step
+ATTENTIONS = {
+    "ring": (ring_attention, SequenceCut.zigzag),
+    "all_to_all": (all_to_all_attention, SequenceCut.contiguous),
+}
 
 
-@dataclasses.dataclass
-class Args:
-    """Measure ring attention and all-to-all attention."""
+def clocked(cluster: Cluster, cut: str, seconds: float, heads: int, link: str, runs: int) -> Seconds:
+    """Return the seconds of ring attention, forward and backward, where a clock replaces computing."""
+    sequence = SharedSequence(None, CUTS[cut](LENGTH, cluster.world_size), clock(seconds, LENGTH))
+    own = sequence.cut.length(cluster.rank)
+    q, k, v = (torch.zeros(1, heads, own, 64, requires_grad=True) for _ in range(3))
+    call = {"ring": lambda: ring_attention(q, k, v, sequence).sum().backward()}
+    return side_by_side.alternate(call, runs, link, warmup=1)
 
-    quick: bool = False
-    """Do fewer runs."""
-    json: bool = False
-    """Print one JSON line instead of a table."""
+
+def steps(cluster: Cluster, config: GPTConfig, runs: int) -> tuple[list[Seconds], dict[str, int]]:
+    """Return the seconds of each step of each technique on this rank, for each link, and the bytes of a step.
+
+    A step has one sequence of `config.block_size` tokens.
+    """
+    models = {name: ContextParallel(GPT(config), *how) for name, how in ATTENTIONS.items()}
+    models["sequence_parallel"] = parallelize(GPT(config), sequence_parallel=True)
+    variants = {name: Training(model, None, tokens(config, 1)) for name, model in models.items()}
+    side_by_side.alternate(variants, 0, warmup=1)
+    sent = {name: bytes_sent_in(variant) for name, variant in variants.items()}
+    return [side_by_side.alternate(variants, runs, link, warmup=1) for link in ("loopback", LINK)], sent
+
+
+def activations(cluster: Cluster, name: str) -> int:
+    """Return the bytes that autograd keeps on this rank for the backward of one sequence."""
+    x, y = tokens(CONFIG, 1)
+    model = GPT(CONFIG) if name == "one process" else ContextParallel(GPT(CONFIG), *ATTENTIONS[name])
+    with saved_activations(model.parameters) as saved:
+        getattr(model, "loss", loss_of)(model(x), y)
+    return saved.bytes
 
 
 def makespan_rows(runs: int) -> Rows:
     """Return how much longer each cut takes than a balanced one."""
     rows, ranks, seconds = [], 4, 1.6
     for cut in ("contiguous", "zigzag"):
-        measured = medians(run_ranks(clocked, ranks, cut, LENGTH, seconds, 1, "loopback", runs, timeout=300))
-        made = CUTS[cut](LENGTH, ranks)
-        ideal = 3 * balanced_pairs(made) * seconds / (LENGTH * (LENGTH + 1) / 2)
-        rows.append(row(f"makespan {cut}", "balanced", "loopback", measured["ring"], ideal, world_size=ranks))
+        measured = medians(run_ranks(clocked, ranks, cut, seconds, 1, "loopback", runs, timeout=300))
+        ideal = 3 * balanced_pairs(CUTS[cut](LENGTH, ranks)) * seconds / PAIRS
+        rows.append(row(f"makespan {cut}", "balanced", measured["ring"], ideal, ranks))
     return rows
 
 
-def ring_rows(runs: int, ranks_of_rows: tuple[int, ...]) -> Rows:
+def ring_rows(runs: int, ranks: int) -> Rows:
     """Return ring attention on a slow link beside its formula."""
     rows, link = [], slow_link.parse(LINK)
-    for ranks in ranks_of_rows:
-        block = 2 * HEADS * LENGTH // ranks * 64 * 4
-        for name, factor in (("compute-bound", 4.0), ("wire-bound", 0.5)):
-            # In units of what a message takes, which a block of full attention takes, too, at factor 1.
-            seconds = factor * (link.alpha + link.beta * block) * ranks**2 / 2
-            pairs = step_pairs(CUTS["zigzag"](LENGTH, ranks))
-            per_pair = seconds / (LENGTH * (LENGTH + 1) / 2)
-            formula = ring_seconds(pairs, per_pair, block, link)
-            arguments = "zigzag", LENGTH, seconds, HEADS, LINK, runs
-            measured = medians(run_ranks(clocked, ranks, *arguments, timeout=300))
-            rows.append(row(f"ring {name}", "formula", LINK, measured["ring"], formula, world_size=ranks))
+    block = 2 * HEADS * LENGTH // ranks * 64 * 4
+    for name, factor in (("compute-bound", 4.0), ("wire-bound", 0.5)):
+        # In units of what a message takes, which a block of full attention takes, too, at factor 1.
+        seconds = factor * (link.alpha + link.beta * block) * ranks**2 / 2
+        formula = ring_seconds(step_pairs(CUTS["zigzag"](LENGTH, ranks)), seconds / PAIRS, block, link)
+        measured = medians(run_ranks(clocked, ranks, "zigzag", seconds, HEADS, LINK, runs, timeout=300))
+        rows.append(row(f"ring {name}", "formula", measured["ring"], formula, ranks, LINK))
     return rows
 
 
 def activation_rows() -> Rows:
     """Return what autograd keeps on the rank that keeps most, against one process."""
-    [alone] = run_ranks(activations, 1, CONFIG, 8192, timeout=300)
-    by_rank = run_ranks(activations, 4, CONFIG, 8192, timeout=300)
+    [alone] = run_ranks(activations, 1, "one process", timeout=300)
+    most = {name: max(run_ranks(activations, 4, name, timeout=300)) for name in ATTENTIONS}
     return [
-        row(
-            f"{name} activations",
-            "one process",
-            "loopback",
-            max(rank[name] for rank in by_rank),
-            alone["plain"],
-            world_size=4,
-            unit="bytes",
-        )
-        for name in ("ring", "all_to_all")
+        row(f"{name} activations", "one process", held, alone, 4, unit="bytes") for name, held in most.items()
     ]
 
 
@@ -104,29 +115,25 @@ def step_rows(runs: int, lengths: Sequence[int]) -> Rows:
     for ranks in (2, 4):
         for length in lengths:
             config = dataclasses.replace(CONFIG, block_size=length)
-            predicted = bytes_by_formula(config, ranks)
-            rows += compared(config, ranks, f"T={length}", "sequence_parallel", predicted, runs)
+            rows += compared(config, ranks, f"T={length}", "sequence_parallel", runs)
     # Four query heads share a head of keys and values, so on 2 ranks the ring sends less than all-to-alls.
     grouped = dataclasses.replace(CONFIG, block_size=max(lengths), num_kv_heads=CONFIG.num_heads // 4)
-    predicted = bytes_by_formula(grouped, 2)
-    return rows + compared(grouped, 2, f"T={max(lengths)} grouped", "all_to_all", predicted, runs)
+    return rows + compared(grouped, 2, f"T={max(lengths)} grouped", "all_to_all", runs)
 
 
-def compared(
-    config: GPTConfig, ranks: int, what: str, against: str, predicted: dict[str, float], runs: int
-) -> Rows:
+def compared(config: GPTConfig, ranks: int, what: str, against: str, runs: int) -> Rows:
     """Return the rows of all techniques against one of them."""
-    links = ["loopback", LINK]
-    by_rank = run_ranks(steps, ranks, config, links, runs, timeout=600)
+    by_rank = run_ranks(steps, ranks, config, runs, timeout=600)
+    predicted = bytes_by_formula(config, ranks)
     sent = {name: max(bytes_sent[name] for _, bytes_sent in by_rank) for name in predicted}
+    loopback, slow = (medians([seconds[i] for seconds, _ in by_rank]) for i in (0, 1))
     kinds = [("formula", "any", predicted, "bytes"), ("sent", "any", sent, "bytes")]
-    for i, link in enumerate(links):
-        kinds.append(("step", link, medians([seconds[i] for seconds, _ in by_rank]), "s"))
-    names = [name for name in ("ring", "all_to_all") if name != against]
+    kinds += [("step", "loopback", loopback, "s"), ("step", LINK, slow, "s")]
     return [
-        row(f"{name} {kind} {what}", against, link, by[name], by[against], world_size=ranks, unit=unit)
-        for name in names
+        row(f"{name} {kind} {what}", against, by[name], by[against], ranks, link, unit)
+        for name in ATTENTIONS
         for kind, link, by, unit in kinds
+        if name != against
     ]
 
 
@@ -145,19 +152,15 @@ def bytes_by_formula(config: GPTConfig, n: int) -> dict[str, float]:
     return {name: 4 * (n - 1) / n * number for name, number in numbers.items()}
 
 
-def main(args: Args) -> None:
-    preload("benchmarks.context_parallel_steps")  # ranks are forked, so they start with all modules imported
-    runs = 3 if args.quick else 7
-    rows = makespan_rows(2) + ring_rows(2, (4,)) if args.quick else makespan_rows(5) + ring_rows(5, (2, 4))
-    rows += [*activation_rows(), *step_rows(runs, LENGTHS[1:] if args.quick else LENGTHS)]
-    if args.json:
-        side_by_side.show("context_parallel", rows, True, "")
-        return
-    for ranks in (2, 4):
-        shown = [one for one in rows if one["world_size"] == ranks]
-        side_by_side.show("context_parallel", shown, False, f"{ranks} ranks")
+def main(args: side_by_side.Args) -> None:
+    if args.quick:
+        rows = makespan_rows(2) + ring_rows(2, 4) + activation_rows() + step_rows(3, LENGTHS[1:])
+    else:
+        rows = (
+            makespan_rows(5) + ring_rows(5, 2) + ring_rows(5, 4) + activation_rows() + step_rows(7, LENGTHS)
+        )
+    side_by_side.show("context_parallel", rows, args, "attention on divided sequences")
 
 
 if __name__ == "__main__":
-    side_by_side.leave_gloo_as_it_is()
-    main(tyro.cli(Args))
+    side_by_side.start(__file__)

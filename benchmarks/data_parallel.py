@@ -1,4 +1,4 @@
-"""Compare our data parallel training with PyTorch's DDP: step times, peak memory, hidden communication.
+"""Compare our data parallel training with PyTorch's DDP: step times, and hidden communication.
 
     python benchmarks/data_parallel.py                       a table; --json for one JSON line
     python benchmarks/data_parallel.py --quick               fewer rows
@@ -9,153 +9,205 @@ by step (benchmarks/side_by_side.py). Slow links are software links (comm/wire/s
 for ours and DDP. On a slow link DDP sends through the hook of data_parallel/train_ddp.py; on loopback it is
 unchanged.
 
-`ddp` is DDP with its default buckets (first 1 MiB, then 25 MiB), and `ddp_same_cap` has our bucket size.
-`flat` is one all-reduce of all gradients after the backward. In rows against `ideal` a clock replaces
-compute, and the ideal step is forward + backward of the last layer + time on the wire.
+`ddp` is DDP with its default buckets (first 1 MiB, then 25 MiB), and `ddp_same_cap` has our bucket size. In
+rows against `ideal` a clock replaces compute, and the ideal step is forward + backward of the last layer +
+time on the wire.
 """
 
 import dataclasses
 import functools
 import statistics
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # it is this folder, in which this file would hide the package of the same name
-
-import tyro
+import torch.distributed as dist
 from matplotlib.figure import Figure
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks import side_by_side
-from benchmarks.data_parallel_steps import CONFIG, alternate, hidden, metronome, peak, ready_times
-from benchmarks.side_by_side import median_of_slowest, medians
-from comm import cost
+from benchmarks.side_by_side import GPT_13M, Batch, Rows, Seconds, Step, Training, medians, new_gpt, tokens
+from comm import collectives, cost
 from comm.wire import slow_link
-from data_parallel.train_bucket_overlap import fill
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_ddp import HookState, through_comm
+from data_parallel.train_naive import NaiveDataParallel
+from data_parallel.train_overlap import OverlapDataParallel
+from lab.cluster import Cluster
 from lab.models.model import GPT
 from lab.ranks import run_ranks
-from lab.ranks.forked import preload
-from training.predict import step_seconds
+from lab.trace import timeline
+from lab.trace.gantt import Event
+from lab.trace.metronome import metronome_of
+from lab.trace.overlap import overlap_of
+from training.predict import median_step_seconds
+from zero import train_fsdp
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
 
 RANKS = 2
+PLOT_LINK = "1gbit,2ms"
 PLOT_CAPS = [0.25, 0.5, 1, 2, 4, 8, 16, 32, 64]  # MiB
+row = functools.partial(side_by_side.row, ranks=RANKS)
 
 
 @dataclasses.dataclass
-class Args:
+class Args(side_by_side.Args):
     """Compare our data parallel training with PyTorch's DDP."""
 
-    quick: bool = False
-    """Measure fewer rows, with fewer runs."""
     plot: Path | None = None
     """Draw step time against bucket size into this file (png or svg), and measure nothing else."""
-    plot_link: str = "1gbit,2ms"
-    """The link for --plot: bandwidth, and optionally latency."""
-    json: bool = False
-    """Print one JSON line instead of a table."""
 
 
-def against_bucket_size(args: Args) -> dict[float, tuple[float, float]]:
-    """Return measured and predicted seconds of a step for each bucket size in PLOT_CAPS."""
-    names = [f"bucket_overlap {cap}" for cap in PLOT_CAPS]
-    by_rank = run_ranks(alternate, RANKS, [(args.plot_link, names, 5)], timeout=900)
-    measured = medians([seconds for [seconds] in by_rank])
-    computing = run_ranks(ready_times, RANKS, timeout=300)
-    compute, update, ready = max(computing, key=lambda rank: rank[0])
-    link, parameters = slow_link.parse(args.plot_link), list(GPT(CONFIG).parameters())
-    position = {parameter: i for i, parameter in enumerate(parameters)}
-    result = {}
-    for cap, name in zip(PLOT_CAPS, names, strict=True):
-        messages = [
-            (max(ready[position[p]] for p in bucket), sum(p.nbytes for p in bucket))
-            for bucket in fill(reversed(parameters), min(0.25, cap), cap)
-        ]
-        wire = functools.partial(cost.seconds, "all_reduce", "ring", ranks=RANKS, link=link)
-        result[cap] = (
-            measured[name],
-            step_seconds(compute, update, messages, lambda size: wire(num_bytes=size)),
-        )
-    return result
+def replicas(
+    name: str,
+    model: GPT,
+    batch: Batch,
+    pattern: str | None = None,
+    bucket_mb: float | None = 4.0,
+    optimizer_class: type[Optimizer] = AdamW,
+    by_comm: bool = False,
+) -> Training:
+    """Return a training by a technique of lesson 2, or by "ddp" or "fsdp2".
+
+    `by_comm` makes torch's send through comm. Only there can they be slowed down; gloo moves the bytes.
+    """
+    device, lr = next(model.parameters()).device, 1e-3
+    if name in ("zero1", "zero2"):
+        sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
+        options = {"pattern": pattern, "bucket_mb": bucket_mb, "lr": lr}
+        return Training(model, sharded(model.parameters(), optimizer_class, **options), batch)
+    wrapped: nn.Module = model
+    if name == "ddp":
+        keep = device.type == "cuda"  # gradients in DDP's buckets, which saves a copy
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=keep)
+        if by_comm:
+            wrapped.register_comm_hook(HookState(), through_comm)
+    elif name == "fsdp2" and by_comm:
+        wrapped = train_fsdp.shard(model, device)
+    elif name == "fsdp2":
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+    elif name == "bucket_overlap":
+        wrapped = BucketDataParallel(model, pattern=pattern, bucket_mb=bucket_mb or 1.0)
+    else:
+        ours = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel, "zero3": FullyShardedDataParallel}
+        wrapped = ours[name](model, pattern=pattern)
+    return Training(wrapped, optimizer_class(wrapped.parameters(), lr=lr), batch)
 
 
-def plot(result: dict[float, tuple[float, float]], link: str, path: Path) -> None:
+def training(name: str, by_comm: bool = False, windows: int = 2) -> Training:
+    """Return a training of a technique with a bucket size in MiB, such as "bucket_overlap 4" or "ddp"."""
+    technique, _, cap = name.partition(" ")
+    batch, bucket_mb = tokens(GPT_13M, windows), float(cap) if cap else None
+    return replicas(technique, new_gpt(GPT_13M), batch, None, bucket_mb, SGD, by_comm)
+
+
+def alternate(cluster: Cluster, names: list[str], runs: dict[str, int]) -> list[Seconds]:
+    """Return the seconds of each step of each variant on this rank, for each link and its number of runs."""
+    variants = {name: training(name, by_comm="loopback" not in runs) for name in names}
+    side_by_side.alternate(variants, 0)
+    return [side_by_side.alternate(variants, some, link, warmup=0) for link, some in runs.items()]
+
+
+def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list[float], float]:
+    """Return the seconds of each step with a clock instead of compute, and the seconds of the ideal step."""
+    module = metronome_of(GPT(GPT_13M), tick)
+    model = BucketDataParallel(module)
+    on_wire = sum(p.nbytes for p in model.trained)
+    wire = 2 * (cluster.world_size - 1) / cluster.world_size * on_wire * slow_link.parse(link).beta
+    step = Training(model, None, tokens(GPT_13M, 1))
+    seconds = side_by_side.alternate({"step": step}, runs, link)["step"]
+    return seconds, module.forward_seconds + module.last_layer_backward_seconds + wire
+
+
+def spans_of(step: Step, link: str) -> list[Event]:
+    """Return the spans of computing and communication of a step."""
+    with slow_link.slowed(None if link == "loopback" else slow_link.parse(link)):
+        collectives.barrier()
+        timeline.start_recording()
+        step()
+        timeline.stop_recording()
+    return timeline.recorded()
+
+
+def hidden(cluster: Cluster, link: str, runs: int) -> tuple[float, float]:
+    """Return the median seconds of communication, and of hidden communication."""
+    step = training("bucket_overlap 4", windows=4)  # computing then takes longer than communication
+    side_by_side.alternate({"warm-up": step}, 0)
+    seen = [overlap_of(spans_of(step, link)) for _ in range(runs)]
+    return (
+        statistics.median(one.communication_seconds for one in seen),
+        statistics.median(one.hidden_seconds for one in seen),
+    )
+
+
+def measure(quick: bool) -> Rows:
+    names = ["bucket_overlap 4", "ddp", "ddp 4", "naive"]
+    seconds = {}
+    for runs in ({"loopback": 7}, {"1gbit": 7, "200mbit": 3}):
+        runs = {link: 3 for link in runs if link != "200mbit"} if quick else runs
+        by_rank = run_ranks(alternate, RANKS, names, runs, timeout=900)
+        seconds |= {link: medians(ranks) for link, *ranks in zip(runs, *by_rank, strict=True)}
+    against = {"ddp": "ddp", "ddp 4": "ddp_same_cap", "naive": "naive"}
+    rows = [
+        row("bucket_overlap", against[name], by["bucket_overlap 4"], by[name], link=link)
+        for link, by in seconds.items()
+        for name in against
+    ]
+    ticking = run_ranks(metronome, RANKS, "1gbit", 0.02, 3 if quick else 7, timeout=300)
+    times, (_, ideal) = side_by_side.median_of_slowest([seconds for seconds, _ in ticking]), ticking[0]
+    rows.append(row("bucket_overlap metronome 20ms", "ideal", times, ideal, link="1gbit"))
+    shares = run_ranks(hidden, RANKS, "1gbit", 2 if quick else 5, timeout=300)
+    communication, both = (statistics.mean(column) for column in zip(*shares, strict=True))
+    rows.append(row("bucket_overlap hidden", "communication", both, communication, link="1gbit"))
+    return rows
+
+
+def against_bucket_size(cluster: Cluster, link: str) -> tuple[Seconds, dict[str, float]]:
+    """Return the seconds of each step for each bucket size, and of the step that the formula predicts."""
+    variants = {str(cap): training(f"bucket_overlap {cap}") for cap in PLOT_CAPS}
+    seconds = side_by_side.alternate(variants, 5, link)
+    wire = functools.partial(
+        cost.seconds, "all_reduce", "ring", ranks=cluster.world_size, link=slow_link.parse(link)
+    )
+    # On loopback, where a rank waits least, the spans tell when a bucket is ready, and how large it is.
+    recorded = {cap: [spans_of(step, "loopback") for _ in range(5)] for cap, step in variants.items()}
+    predicted = {
+        cap: median_step_seconds(steps, lambda num_bytes: wire(num_bytes=num_bytes)) or 0.0
+        for cap, steps in recorded.items()
+    }
+    return seconds, predicted
+
+
+def plot(path: Path) -> None:
     """Draw step time against bucket size: small buckets cost latency, large ones delay the last bucket."""
+    by_rank = run_ranks(against_bucket_size, RANKS, PLOT_LINK, timeout=900)
+    measured = medians([seconds for seconds, _ in by_rank])
+    predicted = [max(rank[cap] for _, rank in by_rank) for cap in measured]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    measured, predicted = zip(*result.values(), strict=True)
-    axes.plot(list(result), [seconds * 1e3 for seconds in measured], "o", label="measured")
-    axes.plot(list(result), [seconds * 1e3 for seconds in predicted], "k--", label="predicted (alpha-beta)")
+    axes.plot(PLOT_CAPS, [seconds * 1e3 for seconds in measured.values()], "o", label="measured")
+    axes.plot(PLOT_CAPS, [seconds * 1e3 for seconds in predicted], "k--", label="predicted (alpha-beta)")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="bucket cap (MiB)", ylabel="step (ms, median)", ylim=(0, None))
     axes.set_xticks(PLOT_CAPS, [f"{cap:g}" for cap in PLOT_CAPS])
-    axes.set_title(f"bucket overlap, GPT of 12.9 M parameters on {RANKS} ranks, --link {link}")
+    axes.set_title(f"bucket overlap, GPT of 12.9 M parameters on {RANKS} ranks, --link {PLOT_LINK}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
 
 
-row = functools.partial(side_by_side.row, world_size=RANKS)
-
-
-def measure(quick: bool) -> list[dict]:
-    rows: list[dict] = []
-    caps = ["1", "4", "25"]
-    everything = ["ddp", *(f"{kind} {cap}" for kind in ("bucket_overlap", "ddp") for cap in caps)]
-    everything += ["naive", "flat", "overlap"]
-    same_cap = ["bucket_overlap 4", "ddp 4"]
-    plan = [("loopback", everything, 7), ("1gbit", everything, 7), ("200mbit", everything, 3)]
-    if quick:
-        plan = [
-            ("loopback", same_cap, 4),
-            ("1gbit", ["ddp", *same_cap, "naive"], 3),
-            ("200mbit", same_cap, 1),
-        ]
-    # Variants on slow links are built and warmed up once for all slow links.
-    by_rank = run_ranks(alternate, RANKS, plan[:1], timeout=900)
-    by_rank = [
-        a + b for a, b in zip(by_rank, run_ranks(alternate, RANKS, plan[1:], timeout=900), strict=True)
-    ]
-    for (link, names, _), *ranks in zip(plan, *by_rank, strict=True):
-        seconds = medians(ranks)
-        for name in names:
-            kind, _, cap = name.partition(" ")
-            if kind == "ddp":
-                continue
-            what = f"bucket_overlap {cap}MiB" if cap and cap != "4" else kind
-            if "ddp" in seconds:
-                rows.append(row(what, "ddp", link, seconds[name], seconds["ddp"]))
-            if cap:
-                rows.append(row(what, "ddp_same_cap", link, seconds[name], seconds[f"ddp {cap}"]))
-                if "naive" in seconds:
-                    rows.append(row(what, "naive", link, seconds[name], seconds["naive"]))
-    ticking = run_ranks(metronome, RANKS, "1gbit", 0.02, 3 if quick else 7, timeout=300)
-    times, (_, ideal) = median_of_slowest([seconds for seconds, _ in ticking]), ticking[0]
-    rows.append(row("bucket_overlap metronome 20ms", "ideal", "1gbit", times, ideal))
-    shares = run_ranks(hidden, RANKS, "1gbit", 4, 2 if quick else 5, timeout=300)
-    compute, communication, both = (statistics.mean(column) for column in zip(*shares, strict=True))
-    rows.append(row("bucket_overlap hidden", "communication", "1gbit", both, communication))
-    rows.append(row("bucket_overlap hidden, its compute", "communication", "1gbit", compute, communication))
-    repeats = 1 if quick else 3
-    peaks = {
-        kind: statistics.median(max(run_ranks(peak, RANKS, kind, timeout=300)) for _ in range(repeats))
-        for kind in ("bucket_overlap", "ddp")
-    }
-    rows.append(
-        row("bucket_overlap peak memory", "ddp_bucket_view", "loopback", *peaks.values(), unit="bytes")
-    )
-    return rows
-
-
 def main(args: Args) -> None:
-    # Ranks are forked, so they start with all modules imported.
-    preload("benchmarks.data_parallel_steps")
     if args.plot is not None:
-        plot(against_bucket_size(args), args.plot_link, args.plot)
+        plot(args.plot)
         return
-    title = f"{RANKS} ranks, GPT of 12.9 M parameters"
-    side_by_side.show("data_parallel", measure(args.quick), args.json, title)
+    side_by_side.show("data_parallel", measure(args.quick), args, "GPT of 12.9 M parameters")
 
 
 if __name__ == "__main__":
-    side_by_side.leave_gloo_as_it_is()
-    main(tyro.cli(Args))
+    side_by_side.start(__file__)

@@ -1,54 +1,61 @@
-"""Compare four ways to go on after a rank has died, by the seconds that are lost.
+"""Compare three ways to go on after a rank has died, by the seconds that are lost.
 
-    python benchmarks/elastic.py                # 4 ranks; a table; about 4 minutes on 2 cores
+    python benchmarks/elastic.py                # 4 ranks; a table; about 2 minutes on 2 cores
     python benchmarks/elastic.py --json
 
       killed ── noticed ── met ──────── restored ── steps repeated ── the step in which the rank died, done
              detection   rendezvous   state
 
       torchrun     all ranks end, and start again with the last checkpoint (train_hybrid.py)
-      containers   the engine starts all nodes again, with the last checkpoint (elastic_containers.py)
       mesh         the others form a smaller group, with the last checkpoint (train_elastic_mesh.py)
       survivors    the others form a smaller group in the same processes (train_elastic.py)
 
 `lost` is the time from the kill to the end of the step in which the rank died, less the time of a step. Of
-the steps between two checkpoints half are repeated, as on average. Times are those of the slowest rank; the
-table has medians over `--runs` runs, and the spread from the lowest to the highest. Without a Docker engine
-the containers are left out.
+the steps between two checkpoints half are repeated, as on average. Times are those of the slowest rank, and
+medians over `--runs` runs.
+
+This file is also the script of the ranks: it trains as the lesson's script does, kills rank 1 in the middle,
+and notes when each thing happens. The variable ELASTIC_WAY says that it is a rank.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # it is this folder, in which other benchmarks would hide the lessons' packages
-
-import tyro
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks import elastic_containers
-from benchmarks.elastic_steps import EVENTS, EVERY, KILL_AT, WAY
-from benchmarks.side_by_side import row
+from benchmarks import side_by_side
+from benchmarks.side_by_side import row, show
+from comm.errors import CommError
+from comm.script import command_line
+from comm.script import start as start_rank
+from hybrid_parallel import train_hybrid
+from hybrid_parallel.arguments import HybridArgs
+from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
+from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
+from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
+from lab.cluster import Cluster
+from training.checkpoint import Checkpoints, complete_steps
+from training.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
+KILL_AT, EVERY = 15, 10  # steps: half of the steps between two checkpoints is lost
 STEPS = KILL_AT + 5
+EVENTS, WAY = "ELASTIC_EVENTS", "ELASTIC_WAY"  # variables with the name of the file, and the way to go on
 PHASES = ("detection", "rendezvous", "state", "repeated", "lost")
 
 
 @dataclasses.dataclass
-class Args:
+class Args(side_by_side.Args):
     """Compare the ways to go on after a death, by the seconds that are lost."""
 
     ranks: int = 4
@@ -57,40 +64,112 @@ class Args:
     """Number of runs of each way; they take turns."""
     size: str = "small"
     """Size of the GPT (lab/models/model.py)."""
-    quick: bool = False
-    """Run each way once, with 2 ranks and a tiny model."""
-    json: bool = False
-    """Print one line of JSON instead of a table."""
+
+
+def note(event: str, step: int = -1) -> None:
+    """Write an event and the time to the file of events; lines of several processes do not mix."""
+    with open(os.environ[EVENTS], "a") as file:
+        file.write(json.dumps({"event": event, "step": step, "time": time.time()}) + "\n")
+
+
+def die() -> None:
+    note("killed")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def noting(owner: type, name: str, before: Callable | None = None, after: Callable | None = None) -> None:
+    """Replace a method by one that calls `before` and `after` around it, with the same arguments."""
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(*args)
+        result = original(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return result
+
+    setattr(owner, name, replaced)
+
+
+def watch(rank: int, folder: Path | None, kill: bool) -> None:
+    """Note what a rank of any way does; with `kill` let rank 1 die where its last checkpoint is old."""
+
+    def before_batch(run: Run, step: int) -> None:
+        if kill and rank == 1 and step == KILL_AT:
+            while not complete_steps(Path(str(folder))):
+                time.sleep(0.01)
+            die()
+
+    noting(Run, "batch", before=before_batch)
+    noting(Run, "save_if_due", before=lambda run, step: note(f"step {rank}", step))
+    noting(Checkpoints, "load", after=lambda *_: note(f"restored {rank}"))
+    noting(Survivors, "regroup", lambda *_: note(f"noticed {rank}"), lambda *_: note(f"met {rank}"))
+
+
+def restart(cluster: Cluster, args: HybridArgs) -> None:
+    """Train as train_hybrid.py does; torchrun starts the ranks again."""
+    note(f"met {cluster.rank}")
+    has_died = '"killed"' in Path(os.environ[EVENTS]).read_text()  # in an earlier attempt
+    watch(cluster.rank, args.checkpoint, kill=not has_died)
+    try:
+        train_hybrid.main(cluster, args)
+    except CommError:
+        note(f"noticed {cluster.rank}")
+        raise
+
+
+def survive_on_a_mesh(cluster: Cluster, args: ElasticMeshArgs) -> None:
+    """Train as train_elastic_mesh.py does."""
+    watch(cluster.rank, args.checkpoint, kill=True)
+    train_elastic_mesh.main(cluster, args)
+
+
+def survive(cluster: Cluster, args: ElasticArgs) -> None:
+    """Train as train_elastic.py does."""
+    rank = cluster.rank
+
+    def before_step(replica: ElasticReplica, *_: Any) -> None:
+        if rank == 1 and replica.steps == KILL_AT:
+            die()
+
+    def after_step(replica: ElasticReplica, *_: Any) -> None:
+        note(f"step {rank}", replica.steps - 1)
+
+    watch(rank, None, kill=False)
+    noting(ElasticReplica, "step", before_step, after_step)
+    noting(ElasticReplica, "catch_up", after=lambda *_: note(f"restored {rank}"))
+    train_elastic.main(cluster, args)
+
+
+def be_a_rank() -> None:
+    """Train as a rank that `one_run` has started."""
+    if os.environ[WAY] == "survivors":
+        start_rank(survive, ElasticArgs, in_a_child=True)
+    elif os.environ[WAY] == "mesh":
+        start_rank(survive_on_a_mesh, ElasticMeshArgs, in_a_child=True)
+    else:
+        start_rank(restart, HybridArgs, read=lambda words, cluster: command_line(HybridArgs))
 
 
 def one_run(way: str, args: Args) -> dict[str, float]:
-    """Train, kill a rank, and return the seconds of each phase, and of a step."""
+    """Train, kill a rank, and return the seconds of each phase."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--steps", str(STEPS), "--size", args.size, "--json"]
-        shared = elastic_containers.SHARED if way == "containers" else folder
         if way != "survivors":
-            options += ["--layers", "4", "--checkpoint", f"{shared}/run", "--checkpoint-every", str(EVERY)]
+            options += ["--layers", "4", "--checkpoint", f"{folder}/run", "--checkpoint-every", str(EVERY)]
             options += [] if way == "mesh" else ["--auto-resume"]
-        variables = {EVENTS: f"{shared}/events", WAY: way, "OMP_NUM_THREADS": "1"}
-        if way == "containers":
-            elastic_containers.train(args.ranks, options, variables, Path(folder))
-        else:
-            _train_here(args.ranks, options, variables)
+        variables = {EVENTS: f"{folder}/events", WAY: way, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        launch = ["-m", "lab.launch.torchrun", f"--nproc-per-node={args.ranks}", "--max-restarts=1"]
+        words, env = [sys.executable, *launch, __file__, *options], os.environ | variables
+        done = subprocess.run(words, env=env, capture_output=True, timeout=200, text=True)
+        if done.returncode:
+            raise SystemExit(f"{way} ended with exit code {done.returncode}:\n{done.stderr}")
         events = (Path(folder) / "events").read_text().splitlines()
-        return phases([json.loads(line) for line in events], args.ranks)
+        return phases([json.loads(line) for line in events])
 
 
-def _train_here(ranks: int, options: list[str], variables: dict[str, str]) -> None:
-    launch = [sys.executable, "-m", "lab.launch.torchrun", f"--nproc-per-node={ranks}", "--max-restarts=1"]
-    script = str(Path(__file__).with_name("elastic_steps.py"))
-    # The last variable keeps the script's folder from sys.path.
-    env = os.environ | variables | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run([*launch, script, *options], env=env, capture_output=True, timeout=200, text=True)
-    if done.returncode:
-        raise SystemExit(f"{variables[WAY]} ended with exit code {done.returncode}:\n{done.stderr}")
-
-
-def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
+def phases(events: list[dict[str, Any]]) -> dict[str, float]:
     """Return the seconds of each phase, from what the ranks have noted."""
     [killed] = [one["time"] for one in events if one["event"] == "killed"]
 
@@ -106,58 +185,27 @@ def phases(events: list[dict[str, Any]], ranks: int) -> dict[str, float]:
     steps = [one["time"] for one in events if one["event"] == "step 0" and one["time"] < killed]
     a_step = statistics.median(later - earlier for earlier, later in pairwise(steps))
     noticed, met, restored, done = last("noticed"), last("met"), last("restored"), last("step", KILL_AT)
-    return {
-        "detection": noticed - killed,
-        "rendezvous": met - noticed,
-        "state": restored - met,
-        "repeated": done - restored - a_step,
-        "lost": done - killed - a_step,
-        "step": a_step,
-    }
+    ends = (killed, noticed, met, restored, done - a_step)
+    seconds = [later - earlier for earlier, later in pairwise(ends)]
+    return dict(zip(PHASES, [*seconds, sum(seconds)], strict=True))
 
 
 def main(args: Args) -> None:
     if args.quick:
         args = dataclasses.replace(args, ranks=2, runs=1, size="tiny")
-    ways = ["torchrun", "containers", "mesh", "survivors"]
-    if not elastic_containers.engine_answers():
-        print("No Docker engine answers, so there is no row for containers.", file=sys.stderr)
-        ways.remove("containers")
+    ways = ["torchrun", "mesh", "survivors"]
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    with elastic_containers.image() if "containers" in ways else contextlib.nullcontext():
-        for _ in range(args.runs):
-            for way, found in runs.items():
-                found.append(one_run(way, args))
-    if args.json:
-        print(json.dumps({"benchmark": "elastic", "rows": list(rows_of(runs, args.ranks))}))
-    else:
-        show(runs, args.ranks)
-
-
-def median(found: list[dict[str, float]], phase: str) -> float:
-    return statistics.median(run[phase] for run in found)
-
-
-def rows_of(runs: dict[str, list[dict[str, float]]], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase of each way, beside that of the survivors."""
-    for way, phase in itertools.product(runs.keys() - {"survivors"}, PHASES):
-        ours, theirs = median(runs[way], phase), median(runs["survivors"], phase)
-        place = (f"{way} {phase}", "survivors", "loopback")
-        yield row(*place, ours, theirs, world_size=ranks, unit="s")
-
-
-def show(runs: dict[str, list[dict[str, float]]], ranks: int) -> None:
-    """Print the medians, and the spread where there are several runs."""
-    table = Table("seconds", *runs, title=f"{ranks} ranks, one of them dies")
-    for phase in PHASES:
-        cells = []
-        for found in runs.values():
-            values = [run[phase] for run in found]
-            spread = f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""
-            cells.append(f"{median(found, phase):.2f}{spread}")
-        table.add_row(phase, *cells)
-    Console().print(table)
+    for _ in range(args.runs):
+        for way, found in runs.items():
+            found.append(one_run(way, args))
+    median = {way: {one: statistics.median(run[one] for run in runs[way]) for one in PHASES} for way in ways}
+    rows = [
+        row(f"{way} {phase}", "survivors", median[way][phase], median["survivors"][phase], args.ranks)
+        for way in ways[:-1]
+        for phase in PHASES
+    ]
+    show("elastic", rows, args, "one of them dies, against survivors that are replicas")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    be_a_rank() if WAY in os.environ else side_by_side.start(__file__, with_torch=False)

@@ -12,15 +12,18 @@ first timed step to the moment when the last rank ended its last one, on one clo
 
 import importlib
 import io
+import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 import tyro
+from rich.console import Console
+from rich.progress import track
 
-from expert_parallel.config import MoEConfig
 from hybrid_parallel.planner.auto import read_arguments
 from lab.cluster import Cluster
 from lab.launch.allocator import return_freed_memory
@@ -34,76 +37,54 @@ from lab.trace.memory import resident_bytes
 from lab.trace.meter import Meter
 from training.run import WARMUP_STEPS
 
+ROOT = Path(__file__).resolve().parent.parent
 SIZE, BATCH_SIZE, STEPS, RUNS = "8layers", 16, 4, 5
 LINKS = ("loopback", "1gbit")
 WORKERS = (1, 2, 4)
-_TIMEOUT = 300.0  # seconds of a job
+SCRIPTS = dict(re.findall(r"^(\w+) +(\S+\.py) ", (ROOT / "entrypoint.sh").read_text(), re.MULTILINE))
+SCRIPTS["vanilla"] = "benchmarks/vanilla.py"
+_STAGES = "--layers 8 --microbatches 8"
 
 
 class Technique(NamedTuple):
-    """Holds a row of the table: a script with its options, and the least and largest number of workers.
-
-    Where `is_other_model`, the script trains another model than vanilla, so the table compares it with its
-    own run on one worker.
-    """
+    """Holds a row of the table: the run mode of a script, its options, and the least number of workers."""
 
     name: str
     run_mode: str
-    script: str
     options: str = ""
-    least: int = 2
-    most: int = 1 << 20
-    is_other_model: bool = False
+    least: int = 1
 
     @property
-    def is_pipeline(self) -> bool:
-        return self.script.startswith("pipeline_parallel/")
+    def module(self) -> str:
+        return SCRIPTS[self.run_mode].removesuffix(".py").replace("/", ".")
 
 
-VANILLA = Technique("vanilla", "vanilla", "benchmarks/vanilla.py", least=1, most=1)
-_DATA, _PIPELINE = "data_parallel/train_", "pipeline_parallel/train_"
-_STAGES = "--layers 8 --microbatches 8"
-_LENGTH = "--length 48"  # that of all other techniques
-MOE = MoEConfig(num_experts=8, top_k=2)
+VANILLA = Technique("vanilla", "vanilla")
+EXPERTS = Technique("experts", "expert_parallel", "--experts 8 --top-k 2")  # it trains another model
 TECHNIQUES = (
     VANILLA,
-    Technique("naive", "data_parallel_naive", f"{_DATA}naive.py", least=1),
-    Technique("naive ring", "data_parallel_naive", f"{_DATA}naive.py", "--pattern ring"),
-    Technique("naive tree", "data_parallel_naive", f"{_DATA}naive.py", "--pattern tree"),
-    Technique("overlap", "data_parallel_overlap", f"{_DATA}overlap.py", least=1),
-    Technique("buckets", "data_parallel_bucket_overlap", f"{_DATA}bucket_overlap.py", least=1),
-    Technique("DDP", "data_parallel_ddp", f"{_DATA}ddp.py", least=1),
-    Technique("ZeRO 1", "zero1", "zero/train_zero1.py", least=1),
-    Technique("ZeRO 2", "zero2", "zero/train_zero2.py", least=1),
-    Technique("ZeRO 3", "zero3", "zero/train_zero3.py", least=1),
-    Technique("FSDP", "fsdp", "zero/train_fsdp.py", least=1),
-    Technique("tensor", "tensor_parallel", "tensor_parallel/train_tensor_parallel.py", least=1),
-    Technique("sequence", "sequence_parallel", "tensor_parallel/train_sequence_parallel.py", least=1),
-    Technique("stages in turn", "pipeline_model_parallel", f"{_PIPELINE}model_parallel.py", _STAGES),
-    Technique("GPipe", "pipeline_afab", f"{_PIPELINE}afab.py", _STAGES),
-    Technique("1F1B", "pipeline_1f1b", f"{_PIPELINE}1f1b.py", _STAGES),
-    Technique("interleaved", "pipeline_interleaved", f"{_PIPELINE}interleaved.py", _STAGES),
-    Technique("ZB-H1", "pipeline_zero_bubble", f"{_PIPELINE}zero_bubble.py", _STAGES),
-    Technique("ZB-V", "pipeline_zero_bubble", f"{_PIPELINE}zero_bubble.py", f"{_STAGES} --schedule zb_v"),
-    Technique("ring attention", "context_ring", "context_parallel/train_ring_attention.py", _LENGTH, least=1),
-    Technique(
-        "all-to-all attention",
-        "context_all_to_all",
-        "context_parallel/train_all_to_all_attention.py",
-        _LENGTH,
-        least=1,
-    ),
-    Technique(
-        "experts",
-        "expert_parallel",
-        "expert_parallel/train_moe.py",
-        f"--experts {MOE.num_experts} --top-k {MOE.top_k}",
-        least=1,
-        is_other_model=True,
-    ),
-    Technique(
-        "auto", "hybrid", "hybrid_parallel/train_hybrid.py", "--config configs/auto.yaml --pattern None"
-    ),
+    Technique("naive", "data_parallel_naive"),
+    Technique("naive ring", "data_parallel_naive", "--pattern ring", least=2),
+    Technique("naive tree", "data_parallel_naive", "--pattern tree", least=2),
+    Technique("overlap", "data_parallel_overlap"),
+    Technique("buckets", "data_parallel_bucket_overlap"),
+    Technique("DDP", "data_parallel_ddp"),
+    Technique("ZeRO 1", "zero1"),
+    Technique("ZeRO 2", "zero2"),
+    Technique("ZeRO 3", "zero3"),
+    Technique("FSDP", "fsdp"),
+    Technique("tensor", "tensor_parallel"),
+    Technique("sequence", "sequence_parallel"),
+    Technique("stages in turn", "pipeline_model_parallel", _STAGES, least=2),
+    Technique("GPipe", "pipeline_afab", _STAGES, least=2),
+    Technique("1F1B", "pipeline_1f1b", _STAGES, least=2),
+    Technique("interleaved", "pipeline_interleaved", _STAGES, least=2),
+    Technique("ZB-H1", "pipeline_zero_bubble", _STAGES, least=2),
+    Technique("ZB-V", "pipeline_zero_bubble", f"{_STAGES} --schedule zb_v", least=2),
+    Technique("ring attention", "context_ring", "--length 48"),  # that of all other techniques
+    Technique("all-to-all attention", "context_all_to_all", "--length 48"),
+    EXPERTS,
+    Technique("auto", "hybrid", "--config configs/auto.yaml --pattern None", least=2),
 )
 QUICK = ["vanilla", "naive", "buckets", "zero-3", "tensor", "1f1b", "auto"]
 
@@ -118,7 +99,7 @@ class Job(NamedTuple):
     @property
     def is_baseline(self) -> bool:
         """Return whether other cells are compared with this one."""
-        return self.technique == VANILLA or (self.technique.is_other_model and self.workers == 1)
+        return self.technique == VANILLA or (self.technique == EXPERTS and self.workers == 1)
 
     def options(self, steps: int) -> list[str]:
         """Return the options of the script."""
@@ -135,7 +116,7 @@ class Job(NamedTuple):
         """Return a command that runs the same."""
         options = shlex.join(self.options(steps))
         if self.technique == VANILLA:
-            return f"OMP_NUM_THREADS=1 .venv/bin/python {VANILLA.script} {options}"
+            return f"OMP_NUM_THREADS=1 .venv/bin/python {SCRIPTS['vanilla']} {options}"
         return f"make run RUN_MODE={self.technique.run_mode} WORLD_SIZE={self.workers} ARGS='{options}'"
 
 
@@ -147,53 +128,38 @@ def jobs_of(techniques: Iterable[Technique], workers: Sequence[int], links: Sequ
     return [
         Job(technique, number, link)
         for technique in techniques
-        for number in workers
+        for number in ([1] if technique == VANILLA else workers)
         for link in (links if number > 1 else ["loopback"])
-        if technique.least <= number <= technique.most
+        if technique.least <= number
     ]
 
 
-def measure(
-    jobs: Sequence[Job], runs: int, steps: int, report: Callable[[Job], object] = lambda job: None
-) -> dict[Job, list[dict[str, Any]]]:
-    """Return the figures of each run of each job. `report` is called before each run."""
-    preload("benchmarks.table_runs", *{module_of(job.technique) for job in jobs})
+def measure(jobs: Sequence[Job], runs: int, steps: int) -> dict[Job, list[dict[str, Any]]]:
+    """Return the figures of each run of each job."""
+    preload("benchmarks.table_runs", *{job.technique.module for job in jobs})
     found: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
-    for run in range(runs):
-        for i in range(len(jobs)):
-            job = jobs[(i + run) % len(jobs)]
-            report(job)
-            found[job].append(run_job(job, steps))
+    order = [jobs[(i + run) % len(jobs)] for run in range(runs) for i in range(len(jobs))]
+    for job in track(order, "measuring", console=Console(stderr=True), transient=True):
+        found[job].append(run_job(job, steps))
     return found
 
 
 def run_job(job: Job, steps: int) -> dict[str, Any]:
     """Return the figures of one run: of all ranks together, or of the rank with the largest figure."""
-    module, given = module_of(job.technique), job.options(steps)
+    module, given = job.technique.module, job.options(steps)
     if "--config" not in given:  # else the ranks measure before they can read it
         given = tyro.cli(get_type_hints(importlib.import_module(module).main)["args"], args=given)
     try:
-        ranks = run_ranks(_run_rank, job.workers, module, given, timeout=_TIMEOUT)
+        ranks = run_ranks(_run_rank, job.workers, module, given, timeout=300)
     except RankError as error:
         raise WorkbookError(f"This run has failed: {job.command(steps)}\n{error}") from error
     seconds = (max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)) / 1e9
-    figures = {
-        "tokens_per_second": tokens_per_step() * ranks[0]["steps"] / seconds,
-        **{name: max(rank[name] for rank in ranks) for name in MAXIMA},
-    }
-    return figures | {"plan": ranks[0]["plan"]}
+    tokens = ranks[0]["steps"] * BATCH_SIZE * GPTConfig.named(SIZE).block_size
+    figures = {name: max(rank[name] for rank in ranks) for name in MAXIMA}
+    return {"tokens_per_second": tokens / seconds, **figures, "plan": ranks[0]["plan"]}
 
 
 MAXIMA = ("step_seconds", "memory_bytes", "peak_memory_bytes", "bytes_per_step")
-
-
-def tokens_per_step() -> int:
-    """Return the number of tokens of the global batch."""
-    return BATCH_SIZE * GPTConfig.named(SIZE).block_size
-
-
-def module_of(technique: Technique) -> str:
-    return technique.script.removesuffix(".py").replace("/", ".")
 
 
 def _run_rank(cluster: Cluster, module: str, given: Any) -> dict[str, Any]:
