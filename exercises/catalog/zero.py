@@ -150,7 +150,7 @@ EXERCISES = (
         tests=(
             ONE_PROCESS + "test_zero2_equals_one_process",
             KILLERS + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
-            COSTS + "test_stage_2_keeps_only_its_shard_of_the_gradient",
+            COSTS + "test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else",
             COSTS + "test_at_most_three_buckets_of_gradients_are_alive",
             KILLERS + "test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
         ),

@@ -94,7 +94,7 @@ def zero2_buckets_add_up(self, bucket: Bucket) -> None:
 
 @mutant(
     target="zero.train_zero2.ZeroGradientOptimizer._wait_for_oldest",
-    killer="tests.zero.test_costs.test_stage_2_keeps_only_its_shard_of_the_gradient",
+    killer="tests.zero.test_costs.test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else",
     cause="kept",
 )
 def zero2_keeps_the_full_gradient(self) -> None:

@@ -28,6 +28,7 @@ from lab.trace.metronome import Metronome
 from training.report import replicas_equal
 
 BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches divide a rank's slice
+X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
 
 Wrap = Callable[..., nn.Module]  # takes (module, group=None), returns the wrapper
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -116,6 +117,11 @@ class EitherWay(nn.Module):
         for i, layer in list(enumerate(self.layers))[:: -1 if self.backwards else 1]:
             outputs = outputs + (i + 1) * torch.tanh(layer(x))
         return outputs
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:

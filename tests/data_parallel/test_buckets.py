@@ -118,27 +118,3 @@ def test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied(
             assert copies.count == expected
 
     run_ranks(work, 1)
-
-
-class Mixed(nn.Module):
-    """Layers whose dtypes alternate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3).to(DTYPES[i % 2]) for i in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x
-
-
-def test_parameters_of_two_dtypes_never_share_a_bucket():
-    def work(cluster: Cluster) -> None:
-        model = BucketDataParallel(Mixed())
-        model(torch.ones(2, 3)).sum().backward()
-        model.finish_gradient_sync()
-        assert [bucket.flat.dtype for bucket in model.buckets] == list(DTYPES[::-1]) * 2
-        assert all(p.grad.dtype == p.dtype for p in model.trained)
-
-    run_ranks(work, 2)

@@ -4,7 +4,7 @@ The matrix of models, ranks and microbatches stands in test_equivalence.py.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
@@ -16,31 +16,43 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 
 
+def toy(cluster: Cluster) -> tuple[nn.Sequential, Tensor, Tensor, nn.Sequential, Tensor, Tensor]:
+    """Return what one process has, a model and 6 examples, and what a rank has of it: two of the examples.
+
+    Each rank draws other weights; the wrappers replace them by rank 0's.
+    """
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+    torch.manual_seed(cluster.rank)
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    return alone, x, y, module, x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
+
+
+def assert_equal_gradients(module: nn.Module, alone: nn.Module) -> None:
+    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_naive_equals_one_process():
     def work(cluster: Cluster) -> None:
         # One process trains a toy model on the global batch of 6 examples.
-        torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+        alone, x, y, module, own_x, own_y = toy(cluster)
         nn.functional.mse_loss(alone(x), y).backward()
 
-        # Each rank draws other weights; the wrapper replaces them by rank 0's.
-        torch.manual_seed(cluster.rank)
-        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        # Each rank has drawn other weights; the wrapper replaces them by rank 0's.
         model = NaiveDataParallel(module)
         for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
             assert torch.equal(ours, expected)
 
         # A rank sees two of the six examples, so its own gradient is a different one.
-        own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
         nn.functional.mse_loss(model(own_x), own_y).backward()
         assert not torch.allclose(module[0].weight.grad, alone[0].weight.grad)
 
         # The slices are equal, so the mean of the ranks' mean losses is the mean over the batch, and the mean
         # of their gradients is its gradient. The sum would be three times too large.
         model.finish_gradient_sync()
-        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+        assert_equal_gradients(module, alone)
 
         # All ranks hold the same gradients, so they take the same step and stay replicas.
         for replica in (module, alone):
@@ -74,28 +86,20 @@ def test_accumulation_equals_one_process():
 
         # One synchronisation for all microbatches: the mean over ranks of the means over microbatches.
         model.finish_gradient_sync()
-        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+        assert_equal_gradients(module, alone)
 
     run_ranks(work, 2)
 
 
 def test_overlap_equals_one_process():
     def work(cluster: Cluster) -> None:
-        # One process trains a toy model on the global batch of 6 examples.
-        torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
+        # One process trains on all 6 examples, and three ranks on two each.
+        alone, x, y, module, own_x, own_y = toy(cluster)
         nn.functional.mse_loss(alone(x), y).backward()
-
-        # Three ranks with other weights each start from rank 0's.
-        torch.manual_seed(cluster.rank)
-        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         model = OverlapDataParallel(module)
 
         # Hooks start an all-reduce for each gradient while the backward runs. The last layer's is complete
         # before the first layer's is computed; this hook on the first layer's output lies between the two.
-        own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
         in_flight = []
         hidden = module[0](own_x)
         hidden.register_hook(lambda gradient: in_flight.append(len(model._in_flight)))
@@ -106,22 +110,15 @@ def test_overlap_equals_one_process():
         assert len(model._in_flight) == 4
         model.finish_gradient_sync()
         assert not model._in_flight
-        for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+        assert_equal_gradients(module, alone)
 
     run_ranks(work, 3)
 
 
 def test_bucket_overlap_equals_one_process():
     def work(cluster: Cluster) -> None:
-        # One process trains a toy model on the global batch of 6 examples.
-        torch.manual_seed(0)
-        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        x, y = torch.randn(6, 4).double(), torch.randn(6, 1).double()
-
-        # Three ranks with other weights each start from rank 0's. A bucket is full at 40 bytes of float64.
-        torch.manual_seed(cluster.rank)
-        module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        # One process trains on all 6 examples, and three ranks on two each. A bucket is full at 40 bytes.
+        alone, x, y, module, own_x, own_y = toy(cluster)
         model = BucketDataParallel(module, bucket_mb=40 / (1 << 20))
 
         # Three buckets: the last layer, 1 + 5 numbers; the first layer's bias, 5; and its weight, 20.
@@ -136,7 +133,6 @@ def test_bucket_overlap_equals_one_process():
 
             # Each rank computes the gradients of its two examples. A bucket leaves when its last gradient is
             # complete: here the first, the moment before the first layer's gradients are computed.
-            own_x, own_y = x.chunk(3)[cluster.rank], y.chunk(3)[cluster.rank]
             launched = []
             hidden = module[0](own_x)
             hidden.register_hook(lambda gradient: launched.append(len(model._in_flight)))

@@ -23,8 +23,10 @@ from lab.trace.overlap import overlap_of
 from tests.data_parallel.equivalence import (
     OURS,
     WRAPPERS,
+    X,
     accumulate,
     gpt,
+    layers,
     mean_gradients,
     mean_square,
     mine,
@@ -33,7 +35,6 @@ from tests.data_parallel.equivalence import (
     text_loss,
     trace_of_a_step,
 )
-from tests.data_parallel.small_models import X, layers
 
 OVERLAPPING = ("overlap", "a bucket for each", "one bucket")
 

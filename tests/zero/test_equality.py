@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from comm.cost import Link
 from comm.wire import slow_link
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.data_parallel.equivalence import (
@@ -33,6 +34,8 @@ from tests.zero.sharded import (
     compare_with_one_process,
     deep_gpt,
 )
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
 
 
@@ -138,7 +141,7 @@ def test_tied_frozen_unused_and_shared_parameters_are_right_on_any_number_of_ran
     run_ranks(work, n, timeout=120)
 
 
-def test_bucket_sizes_patterns_and_options_do_not_change_the_result():
+def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result():
     def recomputed(seed: int) -> nn.Module:
         model = deep_gpt(seed)
         recompute_blocks(model)
@@ -151,10 +154,11 @@ def test_bucket_sizes_patterns_and_options_do_not_change_the_result():
                 compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd, (2, 1), **options)
         ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"pattern": "ring"}]
         for make in (deep_gpt, recomputed):
-            for options in ways:
-                compare_with_one_process(
-                    cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **options
-                )
+            for way in ways:
+                compare_with_one_process(cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **way)
+        with slow_link.slowed(Link(0.002, 0.0)):
+            for stage in STAGES:
+                compare_with_one_process(cluster, stage, "sgd", Layers, odd_loss, odd, (2, 1))
 
     run_ranks(work, 3, timeout=60)
 
@@ -174,7 +178,7 @@ def test_a_parameter_may_have_fewer_numbers_than_there_are_ranks():
     run_ranks(work, 4)
 
 
-def test_stage_3_takes_any_choice_of_blocks_and_lists_in_lists():
+def test_stage_3_takes_any_choice_of_blocks_lists_in_lists_and_no_blocks():
     class Nested(nn.Module):
         """A list of lists: the inner ones have no forward."""
 
@@ -189,47 +193,45 @@ def test_stage_3_takes_any_choice_of_blocks_and_lists_in_lists():
                 x = x + second(torch.tanh(first(x)))
             return x
 
+    def a_layer(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Linear(7, 3).double()
+
     def work(cluster: Cluster) -> None:
-        batch = examples(cluster.world_size)
-        compare_with_one_process(cluster, "zero3", "sgd", Nested, odd_loss, batch)
-        for choose in (
-            lambda gpt: [gpt],
-            lambda gpt: [],
-            lambda gpt: [layer for layer in gpt.blocks.modules() if isinstance(layer, nn.Linear)],
-        ):
+        for make in (Nested, a_layer):
+            compare_with_one_process(cluster, "zero3", "sgd", make, odd_loss, examples(2))
+        reference = deep_gpt(0)
+        text_loss(reference, *text()).backward()
+        for choose in (lambda gpt: [gpt], lambda gpt: [gpt.blocks[0].mlp, gpt.blocks[1]]):
             module = deep_gpt(0)
             ours = Sharded("zero3", module, "sgd", blocks=choose(module))
             ours.accumulate(text_loss, mine(cluster, text()), 2)
-            reference = deep_gpt(0)
-            text_loss(reference, *text()).backward()
-            for name, parameter in reference.named_parameters():
-                torch.testing.assert_close(ours.gradients()[name], parameter.grad, rtol=1e-9, atol=1e-12)
+            for name, gradient in ours.gradients().items():
+                torch.testing.assert_close(
+                    gradient, reference.get_parameter(name).grad, rtol=1e-9, atol=1e-12
+                )
 
     run_ranks(work, 2, timeout=60)
 
 
 def test_an_evaluation_between_steps_changes_nothing_and_sees_the_new_parameters():
     def work(cluster: Cluster) -> None:
-        batch = mine(cluster, text())
-        seen, watched = [], Sharded("zero3", deep_gpt(0), "adamw")
-        for _ in range(2):
-            watched.optimizer.zero_grad()
-            watched.accumulate(text_loss, batch, 1)
-            watched.optimizer.step()
-            watched.model.eval()
-            with torch.no_grad():
-                seen.append(text_loss(watched.model, *batch).item())
-            assert all(unit.is_freed for unit in watched.model.units)
-            text_loss(watched.model, *batch)  # a forward that no backward follows
-            watched.model.train()
-        plain = Sharded("zero3", deep_gpt(0), "adamw")
-        for expected in seen:
-            plain.optimizer.zero_grad()
-            plain.accumulate(text_loss, batch, 1)
-            plain.optimizer.step()
-            full = deep_gpt(5)
-            full.load_state_dict(plain.model.full_state_dict())
-            assert abs(text_loss(full, *batch).item() - expected) < 1e-12
+        def losses(is_watched: bool) -> list[float]:
+            ours, seen = Sharded("zero3", deep_gpt(0), "adamw"), []
+            for _ in range(2):
+                ours.optimizer.zero_grad()
+                ours.accumulate(text_loss, mine(cluster, text()), 1)
+                ours.optimizer.step()
+                evaluated = ours.model if is_watched else deep_gpt(5)
+                if not is_watched:
+                    evaluated.load_state_dict(ours.model.full_state_dict())
+                with torch.no_grad():
+                    seen.append(text_loss(evaluated, *mine(cluster, text())).item())
+                assert all(unit.is_freed for unit in ours.model.units)
+                text_loss(evaluated, *mine(cluster, text()))  # a forward that no backward follows
+            return seen
+
+        assert losses(is_watched=True) == pytest.approx(losses(is_watched=False), abs=1e-12)
 
     run_ranks(work, 2)
 
@@ -239,11 +241,9 @@ def test_a_full_state_goes_into_another_stage_3_model():
         state = Layers(3).state_dict()
         model = FullyShardedDataParallel(Layers(cluster.rank))
         model.load_full_state_dict(state)
-        found = model.full_state_dict()
-        assert list(found) == list(state)
-        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+        assert_same(model.full_state_dict(), state, 0)
         with model.gathered() as full:
-            assert all(torch.equal(full.state_dict()[name], tensor) for name, tensor in state.items())
+            assert_same(full.state_dict(), state, 0)
 
     run_ranks(work, 3)
 
@@ -257,71 +257,50 @@ def test_bf16_computes_in_16_bits_and_keeps_shards_in_full_precision():
         assert {tensor.dtype for tensor in tensors} == {torch.float32}
         assert {unit.full.dtype for unit in ours.model.units} == {torch.bfloat16}
         text_loss(reference, *text()).backward()
-        for name, parameter in reference.named_parameters():
+        for name, gradient in ours.gradients().items():
             if not name.endswith("k_proj.bias"):  # rounding is all that is left of its gradient
-                difference = (ours.gradients()[name] - parameter.grad).norm() / parameter.grad.norm()
-                assert difference < 0.05, name
+                expected = reference.get_parameter(name).grad
+                assert (gradient - expected).norm() / expected.norm() < 0.05, name
 
     run_ranks(work, 2)
 
 
 def test_parameters_may_be_in_groups_with_their_own_options():
+    options = {"lr": 0.01, "eps": 1e-3}
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        named = list(model.named_parameters())
+        return [
+            {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.5},
+        ]
+
+    def trained(model: nn.Module, optimizer: Any, syncing: Any, batch: Any) -> None:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            text_loss(model, *batch).backward()
+            if syncing is not None:
+                syncing.finish_gradient_sync()
+            optimizer.step()
+            scheduler.step()
+
     def work(cluster: Cluster) -> None:
-        def groups(named: Any) -> list[dict[str, Any]]:
-            named = list(named)
-            return [
-                {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
-                {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.5},
-            ]
-
-        def trained(model: nn.Module, optimizer: Any, syncing: Any, batch: Any) -> None:
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            for _ in range(3):
-                optimizer.zero_grad()
-                text_loss(model, *batch).backward()
-                if syncing is not None:
-                    syncing.finish_gradient_sync()
-                optimizer.step()
-                scheduler.step()
-
-        reference, options = deep_gpt(0), {"lr": 0.01, "eps": 1e-3}
-        trained(reference, torch.optim.AdamW(groups(reference.named_parameters()), **options), None, text())
-        for stage in STAGES:
-            ours = Sharded(stage, deep_gpt(0), "adamw")
-            named = ours.model.named_parameters()
-            if stage == "zero3":
-                ours.optimizer = torch.optim.AdamW(groups(named), **options)
-            else:
-                module = deep_gpt(0)
-                named = module.named_parameters()
-                wrap = type(ours.optimizer)
-                ours.model, ours.optimizer = module, wrap(groups(named), torch.optim.AdamW, **options)
-                ours.syncing = ours.optimizer
-            trained(ours.model, ours.optimizer, ours.syncing, mine(cluster, text()))
-            state = ours.model.full_state_dict() if stage == "zero3" else ours.model.state_dict()
+        reference = deep_gpt(0)
+        trained(reference, torch.optim.AdamW(groups(reference), **options), None, text())
+        sharded = FullyShardedDataParallel(deep_gpt(0))
+        trained(sharded, torch.optim.AdamW(groups(sharded), **options), sharded, mine(cluster, text()))
+        states = [sharded.full_state_dict()]
+        for wrap in (ZeroOptimizer, ZeroGradientOptimizer):
+            model = deep_gpt(0)
+            optimizer = wrap(groups(model), torch.optim.AdamW, **options)
+            trained(model, optimizer, optimizer, mine(cluster, text()))
+            states.append(model.state_dict())
+        for state in states:
             for name, tensor in reference.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9, msg=f"{stage} {name}")
+                torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
 
     run_ranks(work, 2)
-
-
-def test_on_a_slow_link_all_is_right_too():
-    def work(cluster: Cluster) -> None:
-        with slow_link.slowed(Link(0.002, 0.0)):
-            for stage in STAGES:
-                batch = examples(cluster.world_size)
-                compare_with_one_process(cluster, stage, "sgd", Layers, odd_loss, batch, (2, 1))
-
-    run_ranks(work, 2, timeout=60)
-
-
-def test_blocks_are_not_needed():
-    compare("zero3", make=lambda seed: _seeded(seed), microbatches=(1, 2))
-
-
-def _seeded(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Linear(7, 3).double()
 
 
 def test_the_next_block_is_gathered_while_one_computes():

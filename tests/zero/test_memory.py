@@ -6,19 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP
-from zero.memory import (
-    Held,
-    MemoryReport,
-    Share,
-    formula,
-    of_one_process,
-    owned,
-    shares_of,
-)
+from zero.memory import Held, MemoryReport, Share, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
 
@@ -68,37 +60,22 @@ def shards_of(layouts: list[FlatLayout]) -> list[ParameterShard]:
     ]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    model(x).square().sum().backward()
-    optimizer.step()
-
-
-def plain(mine: float = 1) -> tuple[nn.Module, torch.optim.Optimizer, list[Share]]:
-    """Return a model and its optimizer, and this rank's share of each parameter, of which it owns a part."""
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_report_has_what_a_rank_holds_and_shows_a_gradient_that_should_be_freed(stage: int):
     model = MLP([10, 20, 30])
-    shares = [Share(p.numel(), int(p.numel() * mine)) for p in model.parameters()]
-    return model, torch.optim.AdamW(model.parameters()), shares
-
-
-def test_a_report_has_what_a_rank_holds_beside_the_formula_and_the_first_forwards_activations():
-    model, optimizer, shares = plain()
-    report = MemoryReport(model, optimizer, owned(0, shares, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    shares = [Share(p.numel(), p.numel() // 2) for p in model.parameters()]
+    report = MemoryReport(model, optimizer, owned(stage, shares, 2))
     for examples in (3, 5):
         with report.forward():
-            model(torch.zeros(examples, 10))
-    step(model, optimizer, torch.zeros(3, 10))
+            outputs = model(torch.zeros(examples, 10))
+    outputs.sum().backward()
+    optimizer.step()
     fields = report.fields()
     numbers = 10 * 20 + 20 + 20 * 30 + 30
     assert fields["parameters_bytes"] == fields["formula_parameters_bytes"] == 4 * numbers
-    assert fields["gradients_bytes"] == fields["formula_gradients_bytes"] == 4 * numbers
-    assert fields["optimizer_state_bytes"] == fields["formula_optimizer_state_bytes"] == 8 * numbers
-    assert fields["step_counters_bytes"] == 4 * 4
-    assert fields["padding_bytes"] == 0
-    assert fields["activations_bytes"] == 4 * (10 + 20) * 3
-
-
-def test_a_gradient_that_should_be_freed_shows_beside_the_formula():
-    model, optimizer, shares = plain(mine=0.5)
-    step(model, optimizer, torch.zeros(3, 10))
-    fields = MemoryReport(model, optimizer, owned(2, shares, 2)).fields()
-    assert fields["gradients_bytes"] == 2 * fields["formula_gradients_bytes"] == 4 * 850
+    assert fields["gradients_bytes"] == 4 * numbers  # of which stage 2 frees a half
+    assert fields["formula_gradients_bytes"] == 4 * numbers // (2 if stage == 2 else 1)
+    assert fields["optimizer_state_bytes"] == 8 * numbers
+    assert fields["padding_bytes"] == (0 if stage == 0 else (2 + 4) * numbers)
+    assert fields["activations_bytes"] == 4 * (10 + 20) * 3  # of the first forward

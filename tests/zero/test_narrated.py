@@ -1,54 +1,76 @@
-"""Tell, in one straight line for each stage of ZeRO, why it equals one process."""
+"""Tell, in one straight line for each stage of ZeRO, why it equals one process.
+
+One process trains a toy model on a batch of 12 examples. All ranks compute that too, to compare.
+"""
 
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
+SGD, OPTIONS = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+
+
+class OneProcess:
+    """Holds the model of one process, the batch of 12 examples, and a rank's model and third of the batch."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        self.optimizer = SGD(self.model.parameters(), **OPTIONS)
+        # Only rank 0 starts from the same parameters: the others have to get them from rank 0.
+        self.of_a_rank = copy.deepcopy(self.model)
+        for parameter in self.of_a_rank.parameters() if rank > 0 else []:
+            nn.init.normal_(parameter)
+        mine = slice(4 * rank, 4 * rank + 4)
+        self.my_x, self.my_y = self.x[mine], self.y[mine]
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        (self.model(self.x) - self.y).square().mean().backward()
+
+    def compare_gradients(self, shards: list[ParameterShard]) -> None:
+        """Compare the mean over all 12 examples with the part that this rank owns of each parameter."""
+        for shard, expected in zip(shards, self.model.parameters(), strict=True):
+            part = slice(shard.start, shard.start + shard.tensor.numel())
+            torch.testing.assert_close(shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0)
+
+    def compare_parameters(self, model: nn.Module) -> None:
+        for parameter, expected in zip(model.parameters(), self.model.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+
+
+def mean_square(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
 
 def test_zero1_equals_one_process():
     def train_on_a_rank(cluster: Cluster) -> int:
-        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
-        torch.manual_seed(0)
-        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-
-        # The ranks train a model of the same class. Only rank 0 starts from the same parameters: the others
-        # have to get them from rank 0.
-        model = copy.deepcopy(one)
-        if cluster.rank > 0:
-            for parameter in model.parameters():
-                nn.init.normal_(parameter)
-        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
-
+        one = OneProcess(cluster.rank)
+        model = one.of_a_rank
+        optimizer = ZeroOptimizer(model.parameters(), SGD, **OPTIONS)
         for _ in range(3):
-            # The backward fills gradients; then they are reduce-scattered.
-            optimizer_of_one.zero_grad()
-            (one(x) - y).square().mean().backward()
-            optimizer.zero_grad()
-            (model(x[mine]) - y[mine]).square().mean().backward()
-            optimizer.finish_gradient_sync()
+            one.backward()
 
-            # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
-            for shard, expected in zip(reversed(optimizer.parameter_shards), one.parameters(), strict=True):
-                part = slice(shard.start, shard.start + shard.tensor.numel())
-                torch.testing.assert_close(
-                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
-                )
+            # The backward fills gradients; then they are reduce-scattered. Now this rank has the mean over
+            # all 12 examples, of the part that it owns of each parameter. (The last layer comes first.)
+            optimizer.zero_grad()
+            mean_square(model(one.my_x), one.my_y).backward()
+            optimizer.finish_gradient_sync()
+            one.compare_gradients(optimizer.parameter_shards[::-1])
 
             # The optimizer updates that part. After the all-gather every rank has all new parameters.
-            optimizer_of_one.step()
+            one.optimizer.step()
             optimizer.step()
-            for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
-                torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+            one.compare_parameters(model)
 
         # The gain: this rank holds the momentum of its own part only.
         return sum(state["momentum_buffer"].numel() for state in optimizer.state.values())
@@ -59,101 +81,64 @@ def test_zero1_equals_one_process():
 
 def test_zero2_equals_one_process():
     def train_on_a_rank(cluster: Cluster) -> None:
-        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
-        torch.manual_seed(0)
-        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-
-        # The ranks train a model of the same class, from rank 0's parameters.
-        model = copy.deepcopy(one)
-        if cluster.rank > 0:
-            for parameter in model.parameters():
-                nn.init.normal_(parameter)
-        optimizer = ZeroGradientOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
-
+        one = OneProcess(cluster.rank)
+        model = one.of_a_rank
+        optimizer = ZeroGradientOptimizer(model.parameters(), SGD, **OPTIONS)
         for _ in range(3):
-            optimizer_of_one.zero_grad()
-            (one(x) - y).square().mean().backward()
+            one.backward()
 
             # A rank computes its third in two microbatches. Each sends its gradients as soon as they are
             # there, so that neither leaves any in the model; their means add up where they are owned.
             optimizer.zero_grad()
-            xs, ys = x[mine].chunk(2), y[mine].chunk(2)
+            (x0, x1), (y0, y1) = one.my_x.chunk(2), one.my_y.chunk(2)
             with optimizer.no_sync():
-                ((model(xs[0]) - ys[0]).square().mean() / 2).backward()
+                (mean_square(model(x0), y0) / 2).backward()
             assert all(parameter.grad is None for parameter in model.parameters())
-            ((model(xs[1]) - ys[1]).square().mean() / 2).backward()
+            (mean_square(model(x1), y1) / 2).backward()
             optimizer.finish_gradient_sync()
+            one.compare_gradients(optimizer.parameter_shards[::-1])
 
-            # Now this rank has the mean over all 12 examples, of the part that it owns of each parameter.
-            for shard, expected in zip(reversed(optimizer.parameter_shards), one.parameters(), strict=True):
-                part = slice(shard.start, shard.start + shard.tensor.numel())
-                torch.testing.assert_close(
-                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
-                )
-
-            # The optimizer updates that part. After the all-gather every rank has all new parameters.
-            optimizer_of_one.step()
+            # The update is stage 1's.
+            one.optimizer.step()
             optimizer.step()
-            for parameter, expected in zip(model.parameters(), one.parameters(), strict=True):
-                torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+            one.compare_parameters(model)
 
     run_ranks(train_on_a_rank, 3)
 
 
 def test_zero3_equals_one_process():
     def train_on_a_rank(cluster: Cluster) -> int:
-        # One process trains this model on a batch of 12 examples. All ranks compute that, to compare.
-        torch.manual_seed(0)
-        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
-        one = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-        optimizer_of_one = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
-
-        # The ranks train a model of the same class, from rank 0's parameters. Its two linear layers are
-        # blocks: each is gathered when its forward and its backward begin, and freed when they end.
-        module = copy.deepcopy(one)
-        if cluster.rank > 0:
-            for parameter in module.parameters():
-                nn.init.normal_(parameter)
-        model = FullyShardedDataParallel(module)
-        _, [first_layer], [second_layer] = model.blocks  # a block has one unit; the root has none
+        # The two linear layers are blocks: each is gathered when its forward and its backward begin, and
+        # freed when they end. Note, when the second one computes, which of them are full.
+        one = OneProcess(cluster.rank)
+        model = FullyShardedDataParallel(one.of_a_rank)
+        _, [first], [second] = model.blocks  # a block has one unit; the root has none
         full_in_forward = []
-        module[2].register_forward_hook(
-            lambda *_: full_in_forward.append((first_layer.is_full, second_layer.is_full)),
-            prepend=True,
+        one.of_a_rank[2].register_forward_hook(
+            lambda *_: full_in_forward.append((first.is_full, second.is_full)), prepend=True
         )
 
         # `parameters()` yields the rank's shard of each parameter, and torch's optimizer needs nothing else.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        mine = slice(4 * cluster.rank, 4 * cluster.rank + 4)  # each rank has a third of the batch
-
+        optimizer = SGD(model.parameters(), **OPTIONS)
         for _ in range(3):
-            optimizer_of_one.zero_grad()
-            (one(x) - y).square().mean().backward()
+            one.backward()
             optimizer.zero_grad()
-            (model(x[mine]) - y[mine]).square().mean().backward()
+            mean_square(model(one.my_x), one.my_y).backward()
             model.finish_gradient_sync()
 
             # Nothing is full now. The rank's shards have the mean over all 12 examples.
             assert all(unit.is_freed for unit in model.units)
-            for shard, expected in zip(model.parameter_shards, one.parameters(), strict=True):
-                part = slice(shard.start, shard.start + shard.tensor.numel())
-                torch.testing.assert_close(
-                    shard.tensor.grad, expected.grad.flatten()[part], rtol=1e-9, atol=0
-                )
+            one.compare_gradients(model.parameter_shards)
 
             # The optimizer updates the shards. Put together again, they are what one process has.
-            optimizer_of_one.step()
+            one.optimizer.step()
             optimizer.step()
             with model.gathered() as full:
-                for parameter, expected in zip(full.parameters(), one.parameters(), strict=True):
-                    torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=0)
+                one.compare_parameters(full)
 
         # While the second layer computed, the first one was freed.
         assert full_in_forward == 3 * [(False, True)]
         return sum(parameter.numel() for parameter in model.parameters())
 
-    # 5*7 + 7 + 7*3 + 3 = 66 numbers are trained, and every one of them is kept on one rank.
+    # 66 numbers are trained, and every one of them is kept on one rank.
     assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
