@@ -79,11 +79,6 @@ def num_microbatches(table: Table) -> int:
     return 1 + max((action.microbatch for row in table for action in row), default=-1)
 
 
-def is_forward_only(table: Table) -> bool:
-    """Return whether the table has only forwards, as for evaluation (schedules.forward_only)."""
-    return all(action.kind == FORWARD for row in table for action in row)
-
-
 def dependencies(action: Action, last_stage: int) -> Iterable[Action]:
     """Return the actions, of this rank or another, that must end before this action can begin.
 

@@ -14,6 +14,7 @@ lessons' classes add the step.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -26,79 +27,72 @@ from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from pipeline_parallel.stage import Costs, LossOf, stages_of
+from pipeline_parallel.stage import LossOf, Stage
 from training.checkpoint import Shard, shards_of
-from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
 
 
 class OwnStages(nn.Module):
-    """Holds those stages of `model` that this rank runs; stage s is on rank `rank_of[s]` of `group`.
+    """Holds those of the model's `stages` that this rank runs.
 
-    `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks;
-    `costs` and `split` say how it is cut (stage.py). `example` is a microbatch of the input, and `loss_of`
-    the mean loss of the last stage's output. With `recompute` a stage keeps only its input for the backward.
-    With `tick` a clock replaces computing: it is the seconds of a microbatch's forward in all stages of a
-    rank.
+    Stage s is on rank `rank_of[s]` of `group`, or by default on rank s. The model is the same on all ranks,
+    and cut in the same way. `example` is a microbatch of the input, and `loss_of` the mean loss of the last
+    stage's output. With `recompute` a stage keeps only its input for the backward. With `tick` a clock
+    replaces computing: it is the seconds of a microbatch's forward in all stages of a rank.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        rank_of: dict[int, int],
+        stages: Sequence[Stage],
         microbatches: int,
         loss_of: LossOf,
         example: Tensor,
+        rank_of: dict[int, int] | None = None,
         group: dist.ProcessGroup | None = None,
-        costs: Costs = None,
-        split: Sequence[int] | None = None,
         recompute: bool = False,
         tick: float | None = None,
     ) -> None:
         super().__init__()
-        ranks, wanted = dist.get_world_size(group), len({*rank_of.values()})
-        if ranks != wanted:
+        self.rank_of = {stage: stage for stage in range(len(stages))} if rank_of is None else rank_of
+        if (ranks := dist.get_world_size(group)) != (wanted := len({*self.rank_of.values()})):
             raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
         self.rank, self.group, self.device = dist.get_rank(group), group, example.device
-        self.rank_of, self.last, self.microbatches = rank_of, len(rank_of) - 1, microbatches
-        stages = stages_of(model, len(rank_of), example, costs, split, group)
-        own = {stage: stages[stage] for stage, rank in rank_of.items() if rank == self.rank}
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in own.items()})
+        self.last, self.microbatches = len(stages) - 1, microbatches
+        own = {s: stage for s, stage in enumerate(stages) if self.rank_of[s] == self.rank}
+        self.stages = nn.ModuleDict({str(s): stage for s, stage in own.items()})
         stages[-1].loss_of = loss_of
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
-        for index, stage in enumerate(stages):
-            stage.output = self.boundaries[index + 1] = stage.output_like(self.boundaries[index])
+        for s, stage in enumerate(stages):
+            stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s])
         clock = None if tick is None else DeviceClock(tick / len(own))
         for stage in own.values():
             stage.recompute, stage.clock = recompute, clock
         # By name in the full model: the stage of each parameter and buffer, and its shape.
         self.layout: dict[str, tuple[int, Tensor]] = {}
+        self.first_names: dict[nn.Parameter, str] = {}  # of this rank's parameters; a tied one has two
         holders: dict[nn.Parameter, set[int]] = {}
-        first_names: dict[nn.Parameter, str] = {}
-        for index, stage in enumerate(stages):
-            for name, tensor in stage.state_dict().items():
-                self.layout.setdefault(name, (index, tensor.to("meta")))
+        for s, stage in enumerate(stages):
+            self.layout |= {name: (s, tensor.to("meta")) for name, tensor in stage.state_dict().items()}
             for name, parameter in stage.named_parameters():
-                holders.setdefault(parameter, set()).add(rank_of[index])
-                first_names.setdefault(parameter, name)
-        self.first_names = {parameter: first_names[parameter] for parameter in self.parameters()}
-        self._tie(holders)
-        neighbours = {(rank_of[stage], rank_of[stage + 1]) for stage in range(self.last)} | {*self.ties}
-        pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
-        self.channels = Channels(group, pairs)
-        self._make_copies_equal()
+                holders.setdefault(parameter, set()).add(self.rank_of[s])
+                self.first_names.setdefault(parameter, name)
+        self.first_names = {parameter: self.first_names[parameter] for parameter in self.parameters()}
+        self._tie({parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1})
 
-    def _tie(self, holders: dict[nn.Parameter, set[int]]) -> None:
-        """Note which pairs of ranks hold one parameter, and this rank's copies with the other rank."""
-        shared = {parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1}
+    def _tie(self, shared: dict[nn.Parameter, list[int]]) -> None:
+        """Open channels to other ranks, and make the copies equal that two ranks have of a parameter."""
         if any(len(ranks) > 2 for ranks in shared.values()):
             raise WorkbookError("Stages of three ranks share a parameter; a pipeline can tie those of two.")
-        self.ties = [(ranks[0], ranks[1]) for ranks in shared.values()]
-        self.tied = [
-            (parameter, sum(ranks) - self.rank) for parameter, ranks in shared.items() if self.rank in ranks
-        ]
+        self.ties = [(low, high) for low, high in shared.values()]
+        neighbours = {*pairwise(self.rank_of[s] for s in range(self.last + 1)), *self.ties}
+        self.channels = Channels(
+            self.group, {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
+        )
+        # This rank's copies, and the rank of the other copy.
+        self.tied = [(copy, sum(ranks) - self.rank) for copy, ranks in shared.items() if self.rank in ranks]
         self._is_complete = False  # the gradients of the copies are equal
+        self._make_copies_equal()
 
     def _make_copies_equal(self) -> None:
         for copy, peer in self.tied:
@@ -130,21 +124,12 @@ class OwnStages(nn.Module):
                 f"The pipeline was made for x and y of {rows} rows, in {self.microbatches} microbatches, "
                 f"and got {len(x)} and {len(y)} (a DataLoader's last batch may be smaller: drop_last=True)."
             )
-        tied = [copy.grad for copy, _ in self.tied if copy.grad is not None]
-        if self._is_complete and any(gradient.any() for gradient in tied):
+        if self._is_complete and any(copy.grad is not None and copy.grad.any() for copy, _ in self.tied):
             raise WorkbookError(
                 "finish_gradient_sync() has added up the gradients that two stages share, and another step "
                 "would count them twice: call zero_grad() first, or finish_gradient_sync() after all steps."
             )
         self._is_complete = False
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
-
-        All ranks call it, after `finish_gradient_sync`. (torch's own sees only the gradients of this rank.)
-        """
-        copies = self.later_copies()
-        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
 
     def later_copies(self) -> set[nn.Parameter]:
         """Return this rank's copies of shared parameters whose other copy is on a lower rank."""
@@ -157,19 +142,17 @@ class OwnStages(nn.Module):
         All ranks call it. The microbatches follow each other through the stages.
         """
         arriving = list(x.chunk(self.microbatches))
-        for index, rank in self.rank_of.items():
-            before, after = self.rank_of.get(index - 1, rank), self.rank_of.get(index + 1, rank)
-            if rank != self.rank:
-                continue
-            made, leaving = [], []
+        for name, stage in self.stages.items():
+            index, made, leaving = int(name), [], []
+            before, after = (self.rank_of.get(index + step, self.rank) for step in (-1, 1))
             for part in arriving:
-                if before != rank:
+                if before != self.rank:
                     like = self.boundaries[index]
                     part = torch.empty((len(part), *like.shape[1:]), dtype=like.dtype, device=self.device)
-                    recv(part, before, self.channels.of(before, rank))
-                made.append(self.stages[str(index)](part))
-                if after != rank:
-                    leaving.append(isend(made[-1].contiguous(), after, self.channels.of(rank, after)))
+                    recv(part, before, self.channels.of(before, self.rank))
+                made.append(stage(part))
+                if after != self.rank:
+                    leaving.append(isend(made[-1].contiguous(), after, self.channels.of(self.rank, after)))
             for transfer in leaving:
                 transfer.wait()
             arriving = made
@@ -190,7 +173,7 @@ class OwnStages(nn.Module):
         full = {}
         for name, (stage, like) in self.layout.items():
             full[name] = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-            if self.rank_of[stage] == self.rank:
+            if name in own:
                 full[name].copy_(own[name])
             broadcast(full[name], root=self.rank_of[stage], group=self.group)
         return full
@@ -217,8 +200,8 @@ class OwnStages(nn.Module):
         """
         tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
         traffic = Traffic(sum(tied), len(tied))
-        for boundary, like in self.boundaries.items():
-            ranks = {self.rank_of.get(boundary - 1), self.rank_of.get(boundary)} - {None}
+        for boundary in range(1, self.last + 1):
+            ranks = {self.rank_of[boundary - 1], self.rank_of[boundary]}
             if self.rank in ranks and len(ranks) == 2:
-                traffic += Traffic(self.microbatches * like.nbytes, self.microbatches)
+                traffic += Traffic(self.microbatches * self.boundaries[boundary].nbytes, self.microbatches)
         return traffic

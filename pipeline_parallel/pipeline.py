@@ -52,10 +52,12 @@ from pipeline_parallel.actions import (
     num_microbatches,
     placement,
 )
+from pipeline_parallel.balance import Costs, balanced_stages
 from pipeline_parallel.deferred import Later, compute_gradients, deferring
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
 from pipeline_parallel.own_stages import OwnStages
-from pipeline_parallel.stage import Costs, LossOf
+from pipeline_parallel.stage import LossOf
+from training.clipping import clip_grad_norm_
 
 Place = tuple[int, int]  # microbatch and stage
 
@@ -64,7 +66,8 @@ class Pipeline(OwnStages):
     """Holds this rank's stages of `model`, which run on the ranks of `group` by the schedule `table`.
 
     `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks.
-    `example` is a microbatch of the input. The other options are those of OwnStages.
+    `example` is a microbatch of the input. `costs` and `split` say how the model is cut (balance.py), and the
+    other options are those of OwnStages.
 
     Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
     stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
@@ -84,8 +87,9 @@ class Pipeline(OwnStages):
         recompute: bool = False,
         tick: float | None = None,
     ) -> None:
-        sizes = placement(table), num_microbatches(table)
-        super().__init__(model, *sizes, loss_of, example, group, costs, split, recompute, tick)
+        rank_of, microbatches = placement(table), num_microbatches(table)
+        stages = balanced_stages(model, len(rank_of), example, costs, split, group)
+        super().__init__(stages, microbatches, loss_of, example, rank_of, group, recompute, tick)
         self.table = table
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)
         self.is_split = any(action.kind == INPUT_GRADIENT for row in table for action in row)
@@ -118,6 +122,14 @@ class Pipeline(OwnStages):
             transfer.wait()
         self.leaving.clear()
         return torch.stack(losses).sum() if losses else None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
+
+        All ranks call it, after `finish_gradient_sync`. (torch's own sees only the gradients of this rank.)
+        """
+        copies = self.later_copies()
+        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
 
     def compute(
         self, action: Action, given: Tensor | None, xs: Sequence[Tensor], ys: Sequence[Tensor]

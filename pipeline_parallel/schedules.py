@@ -26,7 +26,7 @@ has the exact formulas. All arguments must be at least 1, and a ValueError says 
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from pipeline_parallel.actions import FORWARD, Action, Table
+from pipeline_parallel.actions import Action, Table
 
 
 class _Row:
@@ -238,19 +238,6 @@ def zb_v(ranks: int, microbatches: int) -> Table:
             row.add("W", down)
         table.append([action for action in row.actions if action.microbatch < microbatches])
     return table
-
-
-def forward_only(table: Table) -> Table:
-    """Return the forwards of a table, in its order: what the ranks do to evaluate the model.
-
-        rank 0   F0 F1 F2 F3 .  .
-        rank 1   .  F0 F1 F2 F3 .
-        rank 2   .  .  F0 F1 F2 F3
-
-    This is what is left of every schedule with one stage on each rank, of `naive` too: no gradient comes
-    back, so no rank waits for one. The ranks finish after (m+p-1) f, and hold one microbatch at a time.
-    """
-    return [[action for action in row if action.kind == FORWARD] for row in table]
 
 
 # By the names that scripts use, all with the same arguments. A lambda also calls a function put in its place.

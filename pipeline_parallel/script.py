@@ -1,9 +1,4 @@
-"""Give the scripts of this lesson their options, and the rows of a report about a schedule.
-
-makespan   from the start of a step's first action, on any rank, to the end of its last one
-bubble     the share of that time in which ranks do not compute: 1 - sum of their actions / (p makespan)
-held       the most microbatches, and bytes of activations, that a rank keeps for their backwards at a time
-"""
+"""Give the scripts of this lesson their options, and the rows of a report about a schedule."""
 
 import dataclasses
 import re
@@ -19,8 +14,7 @@ from comm.exchange import exchange
 from comm.point_to_point import measure_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.trace import timeline
-from lab.trace.gantt import Event
+from lab.trace import makespan, timeline
 from lab.trace.memory import held_activations
 from pipeline_parallel.own_stages import OwnStages
 from training.run import Run
@@ -40,8 +34,6 @@ class Args(training.arguments.Args):
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     layers: int = 8
     """Number of the GPT's blocks, whatever its --size."""
-    balance: Literal["layers", "parameters", "time"] = "layers"
-    """Give the stages about equally many layers or parameters, or layers that take equally long on rank 0."""
     recompute: bool = False
     """Keep only the input of each stage, and compute the stage's forward again in the backward."""
     metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
@@ -63,14 +55,6 @@ class Args(training.arguments.Args):
             )
 
 
-@dataclasses.dataclass
-class ChunkedArgs(Args):
-    """Train a small GPT, cut into several stages per rank, on the source of Python's standard library."""
-
-    chunks: int = 2
-    """Number of stages that each rank has."""
-
-
 def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, dict[str, Any]]:
     """Return the run, the full model, and the options of OwnStages that the arguments give.
 
@@ -85,7 +69,6 @@ def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, 
     model = run.model()
     return run, getattr(model, "model", model), {  # under the metronome the clock is a stage's, not a layer's
         "example": x[: len(x) // args.microbatches],
-        "costs": None if args.balance == "layers" else args.balance,
         "recompute": args.recompute,
         "tick": None if args.metronome is None else tick_seconds(args.metronome),
     }  # fmt: skip
@@ -97,53 +80,31 @@ def on_all_ranks(loss: Tensor | None, pipeline: OwnStages) -> Tensor:
     return nothing if loss is None else loss * (1 + max(pipeline.rank_of.values()))
 
 
-def figures(cluster: Cluster, pipeline: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     """Return the report's rows about the schedule, on rank 0. Lists have a value for each rank.
 
-    All ranks call it. Makespan and bubble are medians over the recorded steps. The activations are those of
-    one more step, on the batch x and y, in which the memory of all that autograd saves is looked up.
+    All ranks call it. Makespan and bubble are medians over the recorded steps (lab/trace/makespan.py). The
+    activations are those of one more step, on the batch x and y, in which the memory of all that autograd
+    saves is looked up.
     """
     timeline.stop_recording()
     actions = [event for event in timeline.recorded() if "action" in event.args]
-    in_a_step = len({tuple(event.args.items()) for event in actions})
-    numbered = [e._replace(args={**e.args, "step": i // in_a_step}) for i, e in enumerate(actions)]
-    everyones = timeline.gather_events(cluster, timeline.align(cluster), numbered)
-    held = None
-    if next(iter(pipeline.stages.values())).clock is None:
+    everyones = timeline.gather_events(cluster, timeline.align(cluster), actions)
+    rows: dict[str, Any] = {}
+    if args.metronome is None:
         pipeline.zero_grad()
         with held_activations([x, y, *pipeline.parameters()]) as watch:
             pipeline.step(x, y)
-        held = exchange(watch.peak_bytes)
+        rows["activations_bytes"] = exchange(watch.peak_bytes)
+    if args.trace is not None:
+        rows["compared_by"] = f"python pipeline_parallel/analysis/compare.py {args.trace}"
     if everyones is None:
         return {}
-    last = max(event.args["step"] for event in everyones)
-    steps = [[e for e in everyones if e.args["step"] == step] for step in range(last + 1)]
+    steps = makespan.steps_of(everyones)
     steps = steps[min(WARMUP_STEPS, len(steps) // 2) :]
-    rows = {
-        "makespan_seconds": statistics.median(map(makespan, steps)),
-        "bubble": statistics.median(bubble(step, cluster.world_size) for step in steps),
-        "microbatches_held": [microbatches_held(steps[0], rank) for rank in range(cluster.world_size)],
+    return {
+        "makespan_seconds": statistics.median(map(makespan.makespan, steps)),
+        "bubble": statistics.median(makespan.bubble(step, cluster.world_size) for step in steps),
+        "microbatches_held": [makespan.microbatches_held(steps[0], r) for r in range(cluster.world_size)],
+        **rows,
     }
-    return rows if held is None else rows | {"activations_bytes": held}
-
-
-def makespan(step: list[Event]) -> float:
-    """Return the seconds from the start of the first action to the end of the last one."""
-    return (max(event.end_ns for event in step) - min(event.start_ns for event in step)) / 1e9
-
-
-def bubble(step: list[Event], ranks: int) -> float:
-    """Return the share of all ranks' time in which they computed nothing, from 0 to 1."""
-    return 1 - sum(event.duration_ns for event in step) / 1e9 / (ranks * makespan(step))
-
-
-def microbatches_held(step: list[Event], rank: int) -> int:
-    """Return the most microbatches that the rank holds at a time, counted in each of its stages."""
-    now = most = 0
-    row = [event for event in step if event.rank == rank]
-    splits = any(event.args["action"] == "W" for event in row)
-    for event in sorted(row, key=lambda event: event.start_ns):
-        now += event.args["action"] == "F"
-        most = max(most, now)
-        now -= event.args["action"] == ("W" if splits else "B")
-    return most

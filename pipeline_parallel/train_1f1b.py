@@ -31,15 +31,16 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
+from pipeline_parallel.balance import BalancedArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import begin, figures, on_all_ranks
 
 
-def main(cluster: Cluster, args: Args) -> None:
+def main(cluster: Cluster, args: BalancedArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_1f1b")
     p, m = cluster.world_size, args.microbatches
-    pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, **options)
+    pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, costs=args.costs, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
@@ -54,8 +55,8 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
+    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
 
 
 if __name__ == "__main__":
-    start(main, Args)
+    start(main, BalancedArgs)

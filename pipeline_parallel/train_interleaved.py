@@ -35,16 +35,18 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.analysis import theory
+from pipeline_parallel.balance import BalancedArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b
-from pipeline_parallel.script import ChunkedArgs, begin, figures, on_all_ranks
+from pipeline_parallel.script import begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
-class InterleavedArgs(ChunkedArgs):
+class InterleavedArgs(BalancedArgs):
     """Train a small GPT, cut into several stages per rank, on the source of Python's standard library."""
 
+    chunks: int = 2
+    """Number of stages that each rank has."""
     layers: int = 16
     """Number of the GPT's blocks, whatever its --size. Eight ranks with two stages each need at least 14."""
 
@@ -52,7 +54,7 @@ class InterleavedArgs(ChunkedArgs):
 def main(cluster: Cluster, args: InterleavedArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_interleaved")
     p, m, v = cluster.world_size, args.microbatches, args.chunks
-    pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, **options)
+    pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, costs=args.costs, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
@@ -67,8 +69,8 @@ def main(cluster: Cluster, args: InterleavedArgs) -> None:
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    formula = theory.bubble("interleaved", p, m, v, 1, 1, 1)  # where p > m, not that of the docstring
-    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=formula)
+    formula = (p - 1) / (v * m + p - 1) if m >= p else None
+    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=formula)
 
 
 if __name__ == "__main__":

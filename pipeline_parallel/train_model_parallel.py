@@ -33,6 +33,7 @@ from lab.models.model import loss_of
 from lab.trace.timeline import span
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.stage import stages_of
 
 
 class ModelParallel(OwnStages):
@@ -79,7 +80,7 @@ class ModelParallel(OwnStages):
 def main(cluster: Cluster, args: Args) -> None:
     run, model, options = begin(cluster, args, "pipeline_model_parallel")
     p, m = cluster.world_size, args.microbatches
-    pipeline = ModelParallel(model, {rank: rank for rank in range(p)}, m, loss_of, **options)
+    pipeline = ModelParallel(stages_of(model, p), m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
@@ -94,7 +95,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=(p - 1) / p)
+    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / p)
 
 
 if __name__ == "__main__":

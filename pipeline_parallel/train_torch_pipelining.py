@@ -50,10 +50,11 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from pipeline_parallel.actions import num_microbatches, placement
+from pipeline_parallel.actions import placement
+from pipeline_parallel.balance import BalancedArgs, balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.script import ChunkedArgs, begin, on_all_ranks
+from pipeline_parallel.script import begin, on_all_ranks
 from training.arguments import NotOffered
 from training.validate import validate_nccl
 
@@ -110,11 +111,13 @@ class TorchSchedule:
 
 
 @dataclasses.dataclass
-class Args(ChunkedArgs):
+class Args(BalancedArgs):
     """Train with PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
-    """Schedule, by PyTorch's own implementation. Only interleaved uses --chunks."""
+    """Schedule, by PyTorch's own implementation."""
+    chunks: int = 2
+    """Number of stages that each rank has in the interleaved schedule."""
     recompute: NotOffered = None  # not written for PyTorch's schedules here; pipeline_1f1b takes it
     metronome: NotOffered = None
     link: NotOffered = None  # PyTorch sends the messages itself
@@ -126,7 +129,9 @@ def main(cluster: Cluster, args: Args) -> None:
     validate_nccl(cluster, "torch.distributed.pipelining")
     run, model, options = begin(cluster, args, "pipeline_native")
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
-    pipeline = OwnStages(model, placement(table), num_microbatches(table), loss_of, **options)
+    rank_of, m = placement(table), args.microbatches
+    stages = balanced_stages(model, len(rank_of), options["example"], args.costs)
+    pipeline = OwnStages(stages, m, loss_of, rank_of=rank_of, **options)
     native = TorchSchedule(pipeline, args.schedule)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:

@@ -11,7 +11,8 @@
       zb_h1         (p-1) (f + i - w)           p microbatches: what rank 0 holds in 1F1B
       zb_v          (p-1) i / 2                 2 p microbatches of stages of half the size
 
-f, i and w are the seconds of F, I and W; in 1F1B a rank is idle for (p-1) (f + i + w). ZB-V gives each rank
+f, i and w are the seconds of F, I and W; in 1F1B a rank is idle for (p-1) (f + i + w). These formulas are for
+at least p (ZB-V: 2 p - 1) microbatches; analysis/theory.py has those for fewer. ZB-V gives each rank
 two stages, in a V: down the ranks and up again, so rank 0 has the first and the last one. The traffic is
 1F1B's, and for ZB-V that of interleaved 1F1B with two stages a rank, less one boundary: its two middle stages
 are on one rank. --recompute saves little memory here, because a W that was put off keeps the inputs of its
@@ -32,14 +33,14 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.analysis import theory
+from pipeline_parallel.balance import BalancedArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1, zb_v
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
-class ZeroBubbleArgs(Args):
+class ZeroBubbleArgs(BalancedArgs):
     """Train a small GPT, cut into stages with split backwards, on the source of Python's standard library."""
 
     schedule: Literal["zb_h1", "zb_v"] = "zb_h1"
@@ -50,7 +51,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_zero_bubble")
     p, m = cluster.world_size, args.microbatches
     table = {"zb_h1": zb_h1, "zb_v": zb_v}[args.schedule](p, m)
-    pipeline = Pipeline(model, table, loss_of, **options)
+    pipeline = Pipeline(model, table, loss_of, costs=args.costs, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
@@ -65,8 +66,9 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    formula = theory.bubble(args.schedule, p, m, 1, 1, 1, 1)  # for f = i = w
-    run.finish(pipeline, **figures(cluster, pipeline, x, y), bubble_formula=formula)
+    n, fewest = (1, p) if args.schedule == "zb_h1" else (2, 2 * p - 1)
+    formula = (p - 1) / (3 * n * m + p - 1) if m >= fewest else None  # for f = i = w
+    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=formula)
 
 
 if __name__ == "__main__":

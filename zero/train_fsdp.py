@@ -55,11 +55,12 @@ from lab.cluster import Cluster
 from lab.models.model import GPT, loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
+from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ShardPattern, ZeroArgs
 from training.run import Run
 from training.validate import validate_nccl
-from zero.memory import MemoryReport, Share, owned
+from zero.memory import Share, owned
 
 
 @dataclasses.dataclass
@@ -95,14 +96,18 @@ def blocked_unless(async_op: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if async_op else span("wait", "wait")
 
 
-class GatherByComm(AllGather):
-    """An all-gather for FSDP2 that calls comm."""
+class ByComm:
+    """Has the pattern of an operation that calls comm, and makes the tensors that FSDP2 asks it for."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class GatherByComm(ByComm, AllGather):
+    """An all-gather for FSDP2 that calls comm."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -112,14 +117,8 @@ class GatherByComm(AllGather):
         return CommWork(handle) if async_op else None
 
 
-class ReduceByComm(ReduceScatter):
+class ReduceByComm(ByComm, ReduceScatter):
     """A reduce-scatter for FSDP2 that calls comm: a mean, or a sum where FSDP2 scales by itself."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

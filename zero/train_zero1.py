@@ -45,13 +45,14 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
+from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.guard import Guard, refuse_unless_elementwise
 from training.run import Run
-from zero.memory import MemoryReport, owned, shares_of
+from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard, checkpoint_shards, fill_buckets
 
 
@@ -264,15 +265,14 @@ class Args(ZeroArgs):
     """Size in MiB at which a bucket takes no more parameters. For the first bucket it is at most 0.25."""
 
 
-def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "zero1")
+def main(cluster: Cluster, args: Args, stage: int = 1, sharded: type[ZeroOptimizer] = ZeroOptimizer) -> None:
+    run = Run(cluster, args, f"zero{stage}")
     model = run.model()
     optimizer_class, options = args.optimizer_class()
-    optimizer = ZeroOptimizer(
-        model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
-    )
+    options |= {"pattern": run.pattern, "bucket_mb": args.bucket_mb}
+    optimizer = sharded(model.parameters(), optimizer_class, **options)
     shares = shares_of(model, optimizer.parameter_shards)
-    memory = MemoryReport(model, optimizer, owned(1, shares, args.states))
+    memory = MemoryReport(model, optimizer, owned(stage, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)
@@ -293,7 +293,8 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(optimizer, is_clipped=args.clip is not None))
+            reductions = len(parts) if stage == 2 else 1
+            run.expect_traffic(traffic_per_step(optimizer, reductions, args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, **memory.fields())

@@ -22,7 +22,8 @@ its views stay, and are valid again when the storage gets memory for the next ba
 
 All the rest is as in stage 1, so this class is stage 1's (train_zero1.py, a part of this technique as are its
 own parts) with other methods: a bucket's gradients get memory (`_move_in`) and lose it (`_wait_for_oldest`),
-at most two are in flight (`_launch`), and every microbatch sends its gradients (`no_sync`).
+at most two are in flight (`_launch`), and every microbatch sends its gradients (`no_sync`). The training loop
+is stage 1's, too.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -32,17 +33,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from comm.script import start
 from lab.cluster import Cluster
-from lab.models.model import loss_of
-from lab.models.text import microbatches
-from lab.trace.timeline import span
-from training.run import Run
-from zero.memory import MemoryReport, owned, shares_of
-from zero.train_zero1 import Args, Bucket, ZeroOptimizer, traffic_per_step
+from zero import train_zero1
+from zero.train_zero1 import Args, Bucket, ZeroOptimizer
 
 MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a slow link
 
@@ -89,38 +85,7 @@ class ZeroGradientOptimizer(ZeroOptimizer):
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "zero2")
-    model = run.model()
-    optimizer_class, options = args.optimizer_class()
-    optimizer = ZeroGradientOptimizer(
-        model.parameters(), optimizer_class, pattern=run.pattern, bucket_mb=args.bucket_mb, **options
-    )
-    shares = shares_of(model, optimizer.parameter_shards)
-    memory = MemoryReport(model, optimizer, owned(2, shares, args.states))
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            parts = microbatches(*run.batch(step), args.grad_acc_steps)
-            with run.step() as record:
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    is_last = i == len(parts) - 1
-                    with contextlib.nullcontext() if is_last else optimizer.no_sync():
-                        with span("forward", "forward"), memory.forward():
-                            loss = loss_of(model(x), y) / len(parts)
-                        with span("backward", "backward"):
-                            loss.backward()
-                    total += loss.detach()
-                optimizer.finish_gradient_sync()
-                if args.clip is not None:
-                    optimizer.clip_grad_norm_(args.clip)
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(optimizer, len(parts), args.clip is not None))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, **memory.fields())
+    train_zero1.main(cluster, args, stage=2, sharded=ZeroGradientOptimizer)
 
 
 if __name__ == "__main__":

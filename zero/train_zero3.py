@@ -54,13 +54,14 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
+from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.guard import Guard
 from training.run import Run
-from zero.memory import MemoryReport, owned, shares_of
+from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard, checkpoint_shards
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link

@@ -42,8 +42,7 @@ EXERCISES = (
             "tests/data_parallel/test_narrated.py::test_naive_equals_one_process",
             EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
             EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
-            EQUIVALENCE
-            + "test_a_module_may_have_no_trained_parameters",
+            EQUIVALENCE + "test_a_module_may_have_no_trained_parameters",
             EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
         ),
         difficulty=1,

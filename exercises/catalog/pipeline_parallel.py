@@ -17,7 +17,7 @@ EXERCISES = (
         name="splitter",
         title="Dividing layers into stages",
         notebook="08_pipelines",
-        target="pipeline_parallel.stage.cut",
+        target="pipeline_parallel.balance.cut",
         tests=(
             SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
             SPLIT + "test_layers_that_stages_do_not_divide_are_spread_evenly",

@@ -117,7 +117,7 @@ def pipeline_by_hand_sends_the_activation_back(self, x: Tensor, y: Tensor) -> Te
 
 
 @mutant(
-    target="pipeline_parallel.own_stages.OwnStages.clip_grad_norm_",
+    target="pipeline_parallel.pipeline.Pipeline.clip_grad_norm_",
     killer="tests.pipeline_parallel.test_mutant_killers.test_the_norm_is_that_of_all_stages",
 )
 def pipeline_clipped_by_the_local_norm(self, max_norm: float) -> Tensor:

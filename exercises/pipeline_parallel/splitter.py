@@ -1,11 +1,11 @@
-"""Dividing layers into stages. Write `cut` of pipeline_parallel/stage.py.
+"""Dividing layers into stages. Write `cut` of pipeline_parallel/balance.py.
 
-Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/stage.py yet: it has the solution.
+Read notebooks/08_pipelines.ipynb first. Do not open pipeline_parallel/balance.py yet: it has the solution.
 
 You may use:
 
-    WorkbookError
-        Tell the user what is wrong and how to fix it.
+    refuse_too_many(stages: int, parts: int) -> None
+        Raise WorkbookError if a stage would have no part.
 
 Check it with `python -m exercises check splitter`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-from lab.launch.errors import WorkbookError
+from pipeline_parallel.stage import refuse_too_many
 
 
 def cut(costs: Sequence[float], stages: int) -> list[range]:

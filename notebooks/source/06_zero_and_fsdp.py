@@ -177,7 +177,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
-from zero.memory import MemoryReport
+from lab.trace.memory import MemoryReport
 from lab.trace.ledger import LEDGER
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import rank_slice

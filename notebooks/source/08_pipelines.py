@@ -156,7 +156,7 @@ outcome
 from lab.trace import timeline
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.script import bubble, makespan
+from lab.trace.makespan import bubble, makespan
 
 TICK = 0.05
 features, targets = torch.randn(48, 8), torch.randn(48, 8)
@@ -377,12 +377,13 @@ uneven.compare(round(slow.makespan / 0.05))
 # Only one stage of three became slower, and the step takes 40 ticks instead of 24: in each round the ranks wait for the
 # slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
 # (6 + 2) · 4 = 32 ticks. So where you cut the model matters more than the schedule.
-# [pipeline_parallel/stage.py](../pipeline_parallel/stage.py) cuts by the number of blocks or parameters, by the measured time
+# [pipeline_parallel/balance.py](../pipeline_parallel/balance.py) cuts by the number of blocks or parameters, by the measured time
 # of each part, or by your own numbers. For a GPT of ten blocks:
 
 # %%
 from lab.models.model import GPT, GPTConfig
-from pipeline_parallel.stage import costs_of, cut, parts_of
+from pipeline_parallel.balance import costs_of, cut
+from lab.models.parts import parts_of
 
 gpt = GPT(GPTConfig.named("tiny", num_layers=10))
 parts = parts_of(gpt)

@@ -18,6 +18,7 @@ from pathlib import Path
 import tyro
 
 from lab.trace.gantt import draw_panels
+from lab.trace.makespan import bubble, makespan
 from lab.units import show_seconds
 from pipeline_parallel.actions import num_microbatches, placement
 from pipeline_parallel.analysis import theory
@@ -25,7 +26,6 @@ from pipeline_parallel.analysis.from_events import costs, median_step, name_of, 
 from pipeline_parallel.analysis.page import write_page
 from pipeline_parallel.analysis.simulate import simulate
 from pipeline_parallel.schedules import stages_per_rank
-from pipeline_parallel.script import bubble, makespan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lab.trace.gantt import Event
+from lab.trace.makespan import makespan, steps_of
 from pipeline_parallel.actions import (
     BACKWARD,
     FORWARD,
@@ -22,7 +23,6 @@ from pipeline_parallel.actions import (
 )
 from pipeline_parallel.analysis.simulate import Costs
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from pipeline_parallel.script import makespan
 
 
 def costs(events: Iterable[Event], stages: int) -> Costs:
@@ -71,13 +71,7 @@ def steps_of_trace(path: Path) -> list[list[Event]]:
         for row in rows
         if "action" in row["args"]
     ]  # fmt: skip
-    seen: defaultdict[tuple[int, str], int] = defaultdict(int)
-    steps: defaultdict[int, list[Event]] = defaultdict(list)
-    for event in sorted(actions, key=lambda event: event.start_ns):
-        key = event.rank, f"{event.args['action']} {event.args['microbatch']} {event.args['stage']}"
-        steps[seen[key]].append(event)  # a rank does each action once in a step
-        seen[key] += 1
-    return list(steps.values())
+    return steps_of(actions)
 
 
 def median_step(steps: Sequence[list[Event]]) -> list[Event]:

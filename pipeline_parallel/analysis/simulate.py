@@ -34,7 +34,6 @@ from pipeline_parallel.actions import (
     Table,
     as_dependency,
     dependencies,
-    is_forward_only,
     placement,
 )
 from pipeline_parallel.analysis.validate import validate
@@ -193,7 +192,7 @@ def simulate(
                 arrives[result] = link_free[rank] + link.alpha
             runnable += waiting.pop(result, [])
     if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
-        validate(table, trains=not is_forward_only(table))
+        validate(table)
     return Simulation(rows)
 
 
@@ -205,8 +204,6 @@ def _taker(action: Action) -> int:
 
 
 def _peak(row: Sequence[Action], kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> int:
-    if is_forward_only([list(row)]):  # nothing is kept from one forward to the next
-        return max((kept_by_forward[action.stage] for action in row), default=0)
     held = peak = 0
     for kind, _, stage in row:
         if kind == FORWARD:

@@ -24,7 +24,6 @@ from pipeline_parallel.actions import (
     Table,
     as_dependency,
     dependencies,
-    is_forward_only,
     num_microbatches,
 )
 
@@ -38,17 +37,17 @@ class ScheduleError(WorkbookError):
     """Says in a sentence what is wrong with a table, and shows the table with the wrong cells in brackets."""
 
 
-def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: bool = True) -> None:
+def validate(table: Table, max_held: int | Sequence[int] | None = None) -> None:
     """Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
 
     Every stage is on one rank, and none is left out; it does F, and either B or both I and W, once for each
     microbatch; nothing comes before what it needs, and no ranks wait for each other. With `max_held` (for
     all ranks, or one for each) no rank holds the activations of more microbatches than that, counted in each
-    of its stages. With `trains=False` the table is one for evaluation, and every stage does F alone.
+    of its stages.
     """
     places = _places(table)
     _check_stages(table)
-    _check_complete(table, places, [_WHOLE, _HALVES] if trains else [{FORWARD}])
+    _check_complete(table, places)
     _check_rows(table, places)
     _check_progress(table, places)
     if max_held is not None:
@@ -59,14 +58,13 @@ def validate(table: Table, max_held: int | Sequence[int] | None = None, trains: 
 def held(row: Sequence[Action]) -> Iterator[int]:
     """Yield, for each action of the row, how many microbatches the rank holds, counted in each of its stages.
 
-    A stage holds a microbatch from its F to the end of its B or W. In a row of forwards alone nothing is kept
-    for a backward, so each F holds one.
+    A stage holds a microbatch from its F to the end of its B or W.
     """
-    now, evaluates = 0, is_forward_only([list(row)])
+    now = 0
     for action in row:
         now += action.kind == FORWARD
         yield now
-        now -= evaluates or action.kind in (BACKWARD, WEIGHT_GRADIENT)
+        now -= action.kind in (BACKWARD, WEIGHT_GRADIENT)
 
 
 def grid(table: Table, marked: Iterable[_Place] = (), notes: Mapping[int, str] | None = None) -> str:
@@ -121,7 +119,7 @@ def _check_stages(table: Table) -> None:
             )
 
 
-def _check_complete(table: Table, places: dict[Action, _Place], complete: list[set[str]]) -> None:
+def _check_complete(table: Table, places: dict[Action, _Place]) -> None:
     there: defaultdict[tuple[int, int], dict[str, _Place]] = defaultdict(dict)
     for rank, i in places.values():
         kind, microbatch, stage = table[rank][i]
@@ -131,14 +129,9 @@ def _check_complete(table: Table, places: dict[Action, _Place], complete: list[s
         for microbatch in microbatches:
             cells = there[stage, microbatch]
             kinds = set(cells)
-            if kinds in complete:
+            if kinds in (_WHOLE, _HALVES):
                 continue
-            if complete == [{FORWARD}] and FORWARD in kinds:
-                found = " and ".join(f"{kind}{microbatch}" for kind in "BIW" if kind in kinds)
-                wrong = f"does {found}, but an evaluation has forwards alone"
-            elif complete == [{FORWARD}]:
-                wrong = f"never does F{microbatch}"
-            elif BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
+            if BACKWARD in kinds and WEIGHT_GRADIENT in kinds:
                 wrong = f"does W{microbatch} as well as B{microbatch}, which contains it"
             else:
                 missing = (_HALVES if kinds - _WHOLE else _WHOLE) - kinds

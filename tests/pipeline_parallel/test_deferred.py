@@ -1,6 +1,5 @@
 """Weight gradients that are computed later equal autograd's, and free their tensors when they are done."""
 
-import gc
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lab.check import assert_same, gradients
@@ -117,29 +115,3 @@ def test_what_cannot_wait_is_left_to_autograd():
     later: Later = []
     with deferring(later), torch.no_grad():
         assert not nn.Linear(2, 2)(torch.ones(1, 2)).requires_grad
-
-
-def test_nothing_stays_alive_when_the_weight_gradients_are_there():
-    """Without the garbage collector's help: a cycle would keep a microbatch until it happens to run."""
-    model, x = mlp(3), vectors(2)[0]
-    own = {StorageWeakRef(tensor.untyped_storage()) for tensor in [x, *model.parameters()]}
-    saved: list[StorageWeakRef] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(StorageWeakRef(tensor.untyped_storage()))
-        return tensor.detach()
-
-    later: Later = []
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), deferring(later):
-            y = model(x).square().sum()
-        y.backward()
-        assert any(not reference.expired() for reference in saved if reference not in own)
-        compute_gradients(later)
-        del y
-        assert all(reference.expired() for reference in saved if reference not in own)
-    finally:
-        gc.enable()
-    assert all(parameter.grad.grad_fn is None for parameter in model.parameters())

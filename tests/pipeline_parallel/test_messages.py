@@ -6,10 +6,45 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_parallel.actions import Table, parse_row, placement
+from pipeline_parallel.actions import Action, Table, parse_row, placement
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
-from pipeline_parallel.schedules import gpipe, one_f_one_b
-from tests.pipeline_parallel.test_simulate import tables
+from pipeline_parallel.schedules import SCHEDULES, gpipe, one_f_one_b, table_of
+
+
+def any_table(ranks: int, stages: int, microbatches: int, seed: int) -> Table:
+    """Draw a table that is odd but valid: stages anywhere, actions in any possible order."""
+    rng = random.Random(seed)
+    rank_of = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
+    rng.shuffle(rank_of)
+    split = [rng.random() < 0.5 for _ in range(stages)]
+    lines = []  # what must come one after the other
+    for m in range(microbatches):
+        lines.append([Action("F", m, s) for s in range(stages)])
+        lines[-1] += [Action("I" if split[s] else "B", m, s) for s in reversed(range(stages))]
+    weights = []
+    table = [[] for _ in range(ranks)]
+    while lines or weights:
+        if lines and (not weights or rng.random() < 0.7):
+            line = rng.choice(lines)
+            action = line.pop(0)
+            lines = [line for line in lines if line]
+            weights += [action._replace(kind="W")] * (action.kind == "I")
+        else:
+            action = weights.pop(rng.randrange(len(weights)))
+        table[rank_of[action.stage]].append(action)
+    return table
+
+
+@st.composite
+def tables(draw) -> Table:
+    ranks = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 5))
+    chunks = draw(st.integers(1, 3))
+    schedule = draw(st.sampled_from([*SCHEDULES, "any"]))
+    if schedule != "any":
+        return table_of(schedule, ranks, microbatches, chunks)
+    return any_table(ranks, ranks * chunks, microbatches, draw(st.integers(0, 10**6)))
+
 
 some_ahead = st.integers(0, 3)
 

@@ -24,6 +24,7 @@ from tests.pipeline_parallel.equivalence import (
     compare_schedule,
     compare_with_one_process,
     gpt,
+    gradients_of,
     images,
     mlp,
     own_gradients,
@@ -91,9 +92,15 @@ def test_a_frozen_embedding_gets_no_gradient():
 
 
 def test_full_backwards_may_stand_beside_split_ones():
+    """So trains any valid table: microbatches in another order on each rank, and stages placed at will."""
+
     def work(cluster: Cluster) -> None:
-        table = [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)]
-        compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
+        for table in (
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
+            [parse_row("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"), parse_row("2F0 2B0 2F1 2B1")],
+        ):
+            compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
 
     run_ranks(work, 2, timeout=20)
 
@@ -184,6 +191,8 @@ def test_the_norm_is_that_of_all_stages():
         pipeline.step(x, y)
         pipeline.finish_gradient_sync()
         torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
+        expected, found = gradients_of(model), own_gradients(pipeline)
+        assert_same(found, {name: expected[name] for name in found}, RTOL, "clipped gradient,")
 
     run_ranks(work, 2, timeout=20)
 

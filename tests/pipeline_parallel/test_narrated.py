@@ -1,7 +1,8 @@
 """Each technique of the lesson in one straight line: a toy model, its ranks, and one process beside them."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -9,68 +10,63 @@ from lab.trace import timeline
 from pipeline_parallel.actions import table_text
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 
 
-def test_model_parallel_equals_one_process():
-    # Three layers, for three ranks, and a batch of four examples. The same seed makes them equal everywhere.
+def one_process(
+    layers: list[nn.Module], examples: int, width: int
+) -> tuple[nn.Sequential, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return a model, its batch, and the loss and gradients that one process gets from the full batch."""
     torch.manual_seed(0)
-    layers = [nn.Linear(5, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 7)), nn.Linear(7, 3)]
-    layers = [layer.double() for layer in layers]
-    x, y = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, 2, 1, 1])
+    model = nn.Sequential(*layers).double()
+    x, y = torch.randn(examples, width, dtype=torch.float64), torch.arange(examples) % 3
+    loss = cross_entropy(model(x), y)
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return model, x, y, loss.detach(), gradients
 
-    # What one process does: all layers forward, all layers backward.
-    expected_loss = nn.functional.cross_entropy(layers[2](layers[1](layers[0](x))), y)
-    expected_loss.backward()
-    expected = [[parameter.grad.clone() for parameter in layer.parameters()] for layer in layers]
+
+def assert_close(ours: Tensor | None, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-15)
+
+
+def test_model_parallel_equals_one_process():
+    # Three layers, for three ranks, and a batch of four examples.
+    layers = [nn.Linear(5, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 7)), nn.Linear(7, 3)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=4, width=5)
 
     def work(cluster: Cluster) -> None:
         # Each rank takes one layer as its stage. The batch travels in two microbatches of two examples.
-        lesson = ModelParallel(
-            layers, {0: 0, 1: 1, 2: 2}, microbatches=2, loss_of=nn.functional.cross_entropy, example=x[:2]
-        )
-        stage = layers[cluster.rank]
-        stage.zero_grad()
+        lesson = ModelParallel(stages_of(model, 3), microbatches=2, loss_of=cross_entropy, example=x[:2])
 
         # The first rank uses x, the last one y. Activations go down the ranks, gradients come back.
         loss = lesson.step(x, y)
 
         # Only the last rank knows the loss, and every rank has the gradients of its own stage.
         if cluster.rank == 2:
-            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
+            assert_close(loss, expected_loss)
         else:
             assert loss is None
-        for parameter, gradient in zip(stage.parameters(), expected[cluster.rank], strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-15)
+        for name, parameter in lesson.named_own_parameters().items():
+            assert_close(parameter.grad, expected[name])
 
     run_ranks(work, 3)
 
 
 def test_gpipe_by_hand_equals_one_process():
     # Four small stages, for four ranks, and a batch of twelve examples.
-    torch.manual_seed(0)
-    stages = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Linear(6, 3)]
-    stages = [stage.double() for stage in stages]
-    x, y = torch.randn(12, 4, dtype=torch.float64), torch.arange(12) % 3
-
-    # One process takes the batch in one piece.
-    expected_loss = nn.functional.cross_entropy(nn.Sequential(*stages)(x), y)
-    expected_loss.backward()
-    expected = [[parameter.grad.clone() for parameter in stage.parameters()] for stage in stages]
+    layers = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Linear(6, 3)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=12, width=4)
 
     def work(cluster: Cluster) -> None:
         # The pipeline takes it in six microbatches of two, all forward and then all backward. While rank 3 is
         # at the first one, ranks 2, 1 and 0 are at the second, third and fourth.
         lesson = AllForwardAllBackward(
-            stages,
-            {r: r for r in range(4)},
-            microbatches=6,
-            loss_of=nn.functional.cross_entropy,
-            example=x[:2],
+            stages_of(model, 4), microbatches=6, loss_of=cross_entropy, example=x[:2]
         )
-        stage = stages[cluster.rank]
-        stage.zero_grad()
 
         # Note the order of the actions, as a timeline does.
         timeline.start_recording()
@@ -81,24 +77,17 @@ def test_gpipe_by_hand_equals_one_process():
 
         # The mean of the microbatches' means is the batch's mean, and the same holds for the gradients.
         if cluster.rank == 3:
-            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
-        for parameter, gradient in zip(stage.parameters(), expected[cluster.rank], strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-15)
+            assert_close(loss, expected_loss)
+        for name, parameter in lesson.named_own_parameters().items():
+            assert_close(parameter.grad, expected[name])
 
     run_ranks(work, 4)
 
 
 def test_one_f_one_b_equals_one_process():
     # Three linear layers for three ranks, and a batch of eight examples.
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    x, y = torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 3
-
-    # One process takes the batch in one piece.
-    expected_loss = nn.functional.cross_entropy(model(x), y)
-    expected_loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=8, width=5)
 
     # The pipeline takes it in four microbatches. The schedule is data: what each rank does, in its order.
     # Rank r begins with 2 - r forwards. Then it does one forward and one backward in turn, and at the end
@@ -110,7 +99,7 @@ def test_one_f_one_b_equals_one_process():
 
     def work(cluster: Cluster) -> None:
         # Each rank makes the full model and keeps its own stage of it: two modules, two modules, one module.
-        pipeline = Pipeline(model, table, nn.functional.cross_entropy, example=x[:2], split=[2, 2, 1])
+        pipeline = Pipeline(model, table, cross_entropy, example=x[:2], split=[2, 2, 1])
         assert list(pipeline.stages) == [str(cluster.rank)]
 
         # Note when the stage computes a forward, and when the gradient of its result arrives.
@@ -125,7 +114,7 @@ def test_one_f_one_b_equals_one_process():
         # One step: forward and backward of all microbatches. The last rank knows the loss.
         loss = pipeline.step(x, y)
         if cluster.rank == 2:
-            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
+            assert_close(loss, expected_loss)
 
         # The rank did what the table says ...
         assert done == [action.kind for action in table[cluster.rank]]
@@ -138,22 +127,15 @@ def test_one_f_one_b_equals_one_process():
         own = pipeline.named_own_parameters()
         assert len(own) == 2
         for name, parameter in own.items():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-15)
+            assert_close(parameter.grad, expected[name])
 
     run_ranks(work, 3)
 
 
 def test_interleaved_1f1b_equals_one_process():
     # Four linear layers for two ranks, and a batch of eight examples.
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4 + i, 5 + i) for i in range(4))).double()
-    x, y = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
-
-    # One process takes the batch in one piece.
-    expected_loss = nn.functional.cross_entropy(model(x), y)
-    expected_loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    layers = [nn.Linear(4 + i, 5 + i) for i in range(4)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=8, width=4)
 
     # Each rank has two small stages in place of a large one: rank 0 has stages 0 and 2, rank 1 has 1 and 3.
     # So 2F0 is the forward of microbatch 0 in the second stage of rank 0. A microbatch goes through
@@ -165,16 +147,16 @@ def test_interleaved_1f1b_equals_one_process():
     )
 
     def work(cluster: Cluster) -> None:
-        pipeline = Pipeline(model, table, nn.functional.cross_entropy, example=x[:2])
+        pipeline = Pipeline(model, table, cross_entropy, example=x[:2])
         own = pipeline.named_own_parameters()
         first, second = cluster.rank, cluster.rank + 2
         assert set(own) == {f"{stage}.{kind}" for stage in (first, second) for kind in ("weight", "bias")}
 
         loss = pipeline.step(x, y)
         if cluster.rank == 1:
-            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
+            assert_close(loss, expected_loss)
         for name, parameter in own.items():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-15)
+            assert_close(parameter.grad, expected[name])
 
         # The price of the smaller bubble: three boundaries between ranks in place of one. Rank 0 sends over
         # the first and the third the activations of four microbatches, and over the second their gradients.
@@ -185,15 +167,8 @@ def test_interleaved_1f1b_equals_one_process():
 
 def test_zero_bubble_equals_one_process():
     # Three linear layers for three ranks, and a batch of eight examples.
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    x, y = torch.randn(8, 5, dtype=torch.float64), torch.arange(8) % 3
-
-    # One process takes the batch in one piece.
-    expected_loss = nn.functional.cross_entropy(model(x), y)
-    expected_loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    layers = [nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=8, width=5)
 
     # A backward has two halves. I is the gradient of the stage's input, and the rank before waits for it.
     # W is the gradient of the stage's weights, and only the optimizer needs it. So a rank can do W later,
@@ -206,7 +181,7 @@ def test_zero_bubble_equals_one_process():
     )
 
     def work(cluster: Cluster) -> None:
-        pipeline = Pipeline(model, table, nn.functional.cross_entropy, example=x[:2], split=[2, 2, 1])
+        pipeline = Pipeline(model, table, cross_entropy, example=x[:2], split=[2, 2, 1])
         own = pipeline.named_own_parameters()
 
         # Note at each forward whether the weights have a gradient yet.
@@ -219,13 +194,13 @@ def test_zero_bubble_equals_one_process():
 
         loss = pipeline.step(x, y)
         if cluster.rank == 2:
-            torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=0)
+            assert_close(loss, expected_loss)
 
         # On ranks 1 and 2, I0 is done before F2. But the first weight gradient, W0, comes after F2.
         assert has_gradient == [False, False, False, True]
 
         # Late or not, each weight gradient is there when the step ends, and it is that of one process.
         for name, parameter in own.items():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-15)
+            assert_close(parameter.grad, expected[name])
 
     run_ranks(work, 3)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import pytest
-import tyro
 from torch import nn
 
 from lab.check import assert_same
@@ -11,10 +10,10 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.ranks import forked, run_ranks
-from pipeline_parallel import train_torch_pipelining
 from pipeline_parallel.actions import placement
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
+from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_torch_pipelining import TorchSchedule
 from tests.pipeline_parallel.equivalence import (
     RTOL,
@@ -39,7 +38,9 @@ def compare_with_one_process(
     (x, y), reference = batch, make()
     what = f"{name}, {type(reference).__name__} on {cluster.world_size} ranks"
     rank_of = placement(table_of(name, cluster.world_size, microbatches))
-    own = OwnStages(make(), rank_of, microbatches, loss_of, x[: len(x) // microbatches])
+    own = OwnStages(
+        stages_of(make(), len(rank_of)), microbatches, loss_of, x[: len(x) // microbatches], rank_of
+    )
     expected = loss_of(reference(x), y)
     expected.backward()
     loss = TorchSchedule(own, name).step(x, y)
@@ -68,17 +69,9 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
             ("interleaved", 7, "of the number of rounds"),
         ):
             (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
-            own = OwnStages(gpt(num_layers=6), rank_of, microbatches, loss_of, x[:1])
+            own = OwnStages(stages_of(gpt(num_layers=6), len(rank_of)), microbatches, loss_of, x[:1], rank_of)
             with pytest.raises(WorkbookError, match=sentence) as refusal:
                 TorchSchedule(own, name)
             assert "\n" not in str(refusal.value)
 
     run_ranks(refuse, 3)
-
-
-def test_what_is_not_for_pytorchs_schedules_is_not_offered(capsys):
-    with pytest.raises(SystemExit):
-        tyro.cli(train_torch_pipelining.Args, args=["--help"])
-    offered = capsys.readouterr().out
-    assert "--schedule" in offered
-    assert not any(option in offered for option in ("--metronome", "--recompute", "--link"))

@@ -13,8 +13,9 @@ from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
-from tests.pipeline_parallel.equivalence import RTOL, gpt, mlp, own_gradients, parameters_of, text, vectors
+from tests.pipeline_parallel.equivalence import gpt, mlp, parameters_of, text, vectors
 from training.evaluation import evaluating
 
 
@@ -23,18 +24,6 @@ def sentence_of(call) -> str:
         call()
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_stages_know_what_they_receive_and_nothing_is_computed_for_it():
-    def work(cluster: Cluster) -> None:
-        (x, _), state = text(2), torch.random.get_rng_state()
-        pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), one_f_one_b(2, 2), loss_of, x[:1])
-        shapes = [tuple(like.shape) for like in pipeline.boundaries.values()]
-        assert shapes == [(1, 5), (1, 5, 8), (1, 5, 13)]
-        assert all(like.device.type == "meta" for like in pipeline.boundaries.values())
-        assert torch.equal(torch.random.get_rng_state(), state)
-
-    run_ranks(work, 2)
 
 
 def test_evaluation_is_that_of_one_process_for_every_schedule_and_leaves_all_as_it_was():
@@ -86,56 +75,18 @@ def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process():
     run_ranks(work, 2)
 
 
-def test_a_tied_copy_starts_as_the_earlier_stage_has_it_and_both_stay_equal():
-    def work(cluster: Cluster) -> None:
-        x, y = text(4)
-        model = gpt(num_layers=2)
-        if cluster.rank == 1:
-            model.head.weight.data.normal_()
-        pipeline = Pipeline(model, one_f_one_b(2, 2), loss_of, x[:2])
-        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            pipeline.step(x, y)
-            pipeline.finish_gradient_sync()
-            pipeline.finish_gradient_sync()  # a second call adds nothing
-            optimizer.step()
-            state = pipeline.full_state_dict()
-            assert torch.equal(state["head.weight"], state["token_embedding.weight"])
-
-    run_ranks(work, 2)
-
-
 def test_a_step_after_the_tied_gradients_were_added_up_is_refused():
     def work(cluster: Cluster) -> None:
         x, y = text(4)
         for make in (Pipeline, AllForwardAllBackward):
-            where = one_f_one_b(2, 2) if make is Pipeline else {0: 0, 1: 1}
-            sizes = () if make is Pipeline else (2,)
-            pipeline = make(gpt(num_layers=2), where, *sizes, loss_of, x[:2])
+            model = gpt(num_layers=2)
+            how = (model, one_f_one_b(2, 2)) if make is Pipeline else (stages_of(model, 2), 2)
+            pipeline = make(*how, loss_of, x[:2])
             pipeline.step(x, y)
             pipeline.finish_gradient_sync()
             assert "call zero_grad() first" in sentence_of(lambda pipeline=pipeline: pipeline.step(x, y))
             pipeline.zero_grad()
             pipeline.step(x, y)
-
-    run_ranks(work, 2)
-
-
-def test_clipping_takes_the_norm_of_the_full_model_in_which_a_tied_parameter_counts_once():
-    def work(cluster: Cluster) -> None:
-        x, y = text(4)
-        model = gpt(num_layers=2)
-        loss_of(model(x), y).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        pipeline = Pipeline(gpt(num_layers=2), one_f_one_b(2, 2), loss_of, x[:2])
-        pipeline.step(x, y)
-        pipeline.finish_gradient_sync()
-        torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
-        expected = dict(model.named_parameters(remove_duplicate=False))
-        assert_same(
-            own_gradients(pipeline), {name: expected[name].grad for name in own_gradients(pipeline)}, RTOL
-        )
 
     run_ranks(work, 2)
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lab.check import assert_same
 from lab.launch.errors import WorkbookError
-from pipeline_parallel.stage import Stage, costs_of, cut, measured_costs, parts_of
+from lab.models.parts import parts_of
+from pipeline_parallel.balance import costs_of, cut, measured_costs
+from pipeline_parallel.stage import Stage, stages_of
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
 README = Path(__file__).parents[2] / "pipeline_parallel" / "README.md"
@@ -30,7 +31,7 @@ def cuts(parts: int, stages: int):
         yield [range(start, end) for start, end in zip((0, *ends), (*ends, parts), strict=True)]
 
 
-def stages_of(model: nn.Module, ranges) -> list[Stage]:
+def stages_in(model: nn.Module, ranges) -> list[Stage]:
     parts = parts_of(model)
     return [Stage(model, [parts[i] for i in of_stage]) for of_stage in ranges]
 
@@ -41,7 +42,7 @@ def test_however_a_model_is_cut_its_stages_in_a_row_are_the_model(make, batch_of
     expected = model(x)
     for number in range(1, len(parts_of(model)) + 1):
         for ranges in cuts(len(parts_of(model)), number):
-            stages, passed_on = stages_of(model, ranges), x
+            stages, passed_on = stages_in(model, ranges), x
             for stage in stages:
                 like = stage.output_like(passed_on)
                 passed_on = stage(passed_on)
@@ -54,31 +55,19 @@ def test_however_a_model_is_cut_its_stages_in_a_row_are_the_model(make, batch_of
 def test_every_parameter_is_in_a_stage_under_its_name_in_the_model_and_is_the_models_own(make, batch_of):
     model = make()
     named = dict(model.named_parameters(remove_duplicate=False))
-    stages = stages_of(model, [range(i, i + 1) for i in range(len(parts_of(model)))])
+    stages = stages_in(model, [range(i, i + 1) for i in range(len(parts_of(model)))])
     found = [pair for stage in stages for pair in stage.named_parameters(remove_duplicate=False)]
     assert sorted(name for name, _ in found) == sorted(named)
     assert all(parameter is named[name] for name, parameter in found)
     assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
 
 
-def test_a_full_model_as_one_stage_has_its_state_dict():
-    model = gpt()
-    (stage,) = stages_of(model, [range(len(parts_of(model)))])
-    assert_same(stage.state_dict(), model.state_dict(), 0)
-    assert {id(p) for p in stage.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_a_model_of_another_kind_is_refused():
-    with pytest.raises(WorkbookError, match=r"A Linear cannot be cut into stages: give an nn\.Sequential"):
-        parts_of(nn.Linear(2, 2))
-
-
 def test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks():
     model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1), nn.Linear(1, 1), nn.Linear(1, 10))
-    assert [part.cost for part in parts_of(model)] == [110, 0, 11, 2, 20]
-    assert cut([part.cost for part in parts_of(model)], 2) == [range(2), range(2, 5)]
+    assert costs_of(model, parts_of(model), None) == [110, 0, 11, 2, 20]
+    assert cut([110, 0, 11, 2, 20], 2) == [range(2), range(2, 5)]
     small = gpt(num_layers=2)
-    assert [part.cost for part in parts_of(small)] == [0, 1, 1, 0]
+    assert costs_of(small, parts_of(small), None) == [0, 1, 1, 0]
     embedding, *blocks, head = costs_of(small, parts_of(small), "parameters")
     assert embedding == 13 * 8 + 5 * 8 and head == 13 * 8 + 16 and len(set(blocks)) == 1
 
@@ -99,8 +88,12 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, data):
 
 def test_layers_that_stages_do_not_divide_are_spread_evenly():
     def blocks(layers: int, stages: int) -> list[int]:
-        costs = [part.cost for part in parts_of(gpt(num_layers=layers))]
-        return [int(sum(costs[i] for i in of_stage)) for of_stage in cut(costs, stages)]
+        model = gpt(num_layers=layers)
+        costs = [float(part.count) for part in parts_of(model)]
+        found = [int(sum(costs[i] for i in of_stage)) for of_stage in cut(costs, stages)]
+        by_hand = [sum(part.count for part in stage.parts) for stage in stages_of(model, stages)]
+        assert sorted(by_hand) == sorted(found)
+        return found
 
     assert blocks(8, 4) == [2, 2, 2, 2]
     assert sorted(blocks(7, 4)) == [1, 2, 2, 2]
@@ -109,20 +102,12 @@ def test_layers_that_stages_do_not_divide_are_spread_evenly():
 
 
 def test_more_stages_than_parts_are_refused_in_a_sentence():
-    with pytest.raises(WorkbookError) as error:
-        cut([1.0] * 3, 4)
-    assert str(error.value) == (
-        "3 parts cannot be cut into 4 stages: take fewer ranks or --chunks, or more --layers."
-    )
-
-
-def test_costs_of_another_number_than_parts_lose_no_layer():
-    model = mlp(5)
-    try:
-        ranges = cut(costs_of(model, parts_of(model), [1.0] * 3), 2)
-    except WorkbookError:
-        return
-    assert [part for of_stage in ranges for part in of_stage] == list(range(5))
+    for refused in (lambda: cut([1.0] * 3, 4), lambda: stages_of(gpt(num_layers=3), 4)):
+        with pytest.raises(WorkbookError) as error:
+            refused()
+        assert str(error.value) == (
+            "3 parts cannot be cut into 4 stages: take fewer ranks or --chunks, or more --layers."
+        )
 
 
 @EACH_MODEL

@@ -53,13 +53,6 @@ def test_zb_vs_formula_equals_the_simulator_for_equal_times_and_any_number_of_mi
     formula_beside_simulator("zb_v", p, m, 1, each, each, each)
 
 
-@given(microbatches, seconds, seconds, seconds)
-def test_a_single_rank_has_no_bubble_in_any_schedule(m, f, i, w):
-    for schedule in SCHEDULES:
-        assert theory.idle(schedule, 1, m, 2, f, i, w) == 0
-        formula_beside_simulator(schedule, 1, m, 2, f, i, w)
-
-
 @pytest.mark.parametrize("p", [3, 4])
 def test_zb_v_has_no_formula_exactly_where_the_simulator_contradicts_it(p: int):
     for m in (2 * p - 1, 2 * p + 2):
@@ -91,31 +84,6 @@ def test_the_formulas_agree_with_the_papers_for_many_microbatches():
     assert idle("zb_h1") == (p - 1) * (f + i - w) == 15
     assert theory.makespan("naive", p, m, v, f, i, w) == m * p * (f + b) == 288
     assert theory.idle("zb_v", p, m, v, 2, 2, 2) == (p - 1) * 2 / 2 == 3
-
-
-@given(st.integers(2, 7), microbatches, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
-def test_zb_h1s_bubble_is_below_1f1bs_and_the_busiest_rank_holds_no_more(p, m, f, i, w):
-    zero, plain = (simulated(name, p, m, 1, f, i, w) for name in ("zb_h1", "1f1b"))
-    assert zero.bubble < plain.bubble
-    assert max(zero.peak_held) <= max(plain.peak_held)
-
-
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
-def test_with_equal_times_zb_h1_has_a_third_of_1f1bs_idle_time_and_zb_v_a_sixth(p: int):
-    plain, h1, v = (theory.idle(name, p, 2 * p, 1, 1, 1, 1) for name in ("1f1b", "zb_h1", "zb_v"))
-    assert plain == 3 * h1 == 6 * v
-
-
-@given(ranks, st.integers(0, 10))
-def test_zb_v_ranks_are_never_idle_between_their_own_first_and_last_action(p, more):
-    simulation = simulated("zb_v", p, 2 * p - 1 + more, 1, 2, 2, 2)
-    for rank, row in enumerate(simulation.rows):
-        assert row[-1].end - row[0].start == simulation.busy[rank]
-        assert row[0].start == rank  # half of f
-
-
-def test_nothing_to_do_is_no_bubble():
-    assert theory.bubble("1f1b", 4, 8, 1, 0, 0, 0) == 0.0
 
 
 def test_an_unknown_schedule_has_no_formula():

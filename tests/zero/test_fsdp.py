@@ -12,9 +12,10 @@ from lab.cluster import Cluster
 from lab.models.model import BabyCNN
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry
+from lab.trace.memory import MemoryReport
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
 from tests.dtensors import full_tensors
-from zero.memory import MemoryReport, Share, owned
+from zero.memory import Share, owned
 from zero.train_fsdp import Args, full_state_dict, shard, traffic_per_step
 
 

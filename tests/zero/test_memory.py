@@ -10,7 +10,8 @@ from torch import nn
 
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP
-from zero.memory import Held, MemoryReport, Share, formula, of_one_process, owned, shares_of
+from lab.trace.memory import MemoryReport
+from zero.memory import Held, Share, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
 

@@ -1,0 +1,62 @@
+"""The models of the lessons as chains of parts, which a pipeline divides among its stages.
+
+    [embedding][block 0][block 1][block 2][block 3][norm, head]        a GPT
+
+A part computes with modules of a `stage`, which has them under their names in the full model.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, BabyCNN
+
+
+class Part(NamedTuple):
+    """Holds one part of the chain: the names of its modules, what it computes, and how often it counts."""
+
+    modules: tuple[str, ...]
+    forward: Callable[[Any, Tensor], Tensor]
+    count: int = 1
+
+
+def parts_of(model: nn.Module) -> list[Part]:
+    """Return the chain of parts of an nn.Sequential, GPT, MLP or BabyCNN. WorkbookError for other models."""
+    if type(model).forward is nn.Sequential.forward:
+        return [Part((name,), partial(_call, name)) for name, _ in model.named_children()]
+    if isinstance(model, GPT):
+        blocks = [Part((f"blocks.{i}",), partial(_call, f"blocks.{i}")) for i in range(len(model.blocks))]
+        before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, count=0)
+        return [before, *blocks, Part(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), count=0)]
+    if isinstance(model, MLP):
+        last = len(model.layers) - 1
+        return [Part((f"layers.{i}",), partial(_linear, f"layers.{i}", i < last)) for i in range(last + 1)]
+    if isinstance(model, BabyCNN):
+        return [
+            Part(("conv1",), lambda stage, x: F.relu(stage.conv1(x))),
+            Part(("conv2",), lambda stage, x: F.max_pool2d(F.relu(stage.conv2(x)), 2).flatten(1)),
+            Part(("linear1",), lambda stage, x: F.relu(stage.linear1(x))),
+            Part(("linear2",), lambda stage, x: stage.linear2(x)),
+        ]
+    raise WorkbookError(
+        f"A {type(model).__name__} cannot be cut into stages: give an nn.Sequential, or a list of modules "
+        "of which each takes what the one before returns."
+    )
+
+
+def _call(path: str, stage: nn.Module, x: Tensor) -> Tensor:
+    return stage.get_submodule(path)(x)  # type: ignore[no-any-return]
+
+
+def _linear(path: str, is_followed: bool, stage: nn.Module, x: Tensor) -> Tensor:
+    x = _call(path, stage, x.flatten(1))
+    return F.relu(x) if is_followed else x
+
+
+def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return a list of modules as the nn.Sequential of them, and a module as it is."""
+    return nn.Sequential(*model) if isinstance(model, list | tuple | nn.ModuleList) else model
