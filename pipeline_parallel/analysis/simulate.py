@@ -36,7 +36,7 @@ from pipeline_parallel.actions import (
     dependencies,
     placement,
 )
-from pipeline_parallel.analysis.validate import validate
+from pipeline_parallel.analysis.validate import held, validate
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,7 @@ class Simulation:
         A stage holds a microbatch from the start of its F to the end of its B or W. If two stages of a rank
         hold a microbatch, it counts twice.
         """
-        ones = [1] * (1 + max((timed.action.stage for row in self.rows for timed in row), default=-1))
-        return self.peak_bytes(ones, ones)
-
-    def peak_bytes(self, kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> list[int]:
-        """Return the most bytes of activations that each rank held at a time; both arguments are by stage.
-
-        A microbatch in stage s holds `kept_by_forward[s]` from the start of its F to the end of its B or I,
-        and `kept_for_weight[s]` from the end of its I to the end of its W.
-        """
-        return [_peak([timed.action for timed in row], kept_by_forward, kept_for_weight) for row in self.rows]
+        return [max(held([timed.action for timed in row]), default=0) for row in self.rows]
 
     def events(self) -> list[Event]:
         """Return one event for each action, with its microbatch as its name, for `lab.trace.gantt.draw`."""
@@ -201,18 +192,3 @@ def _taker(action: Action) -> int:
     if action.kind == WEIGHT_GRADIENT:
         return action.stage
     return action.stage + 1 if action.kind == FORWARD else action.stage - 1
-
-
-def _peak(row: Sequence[Action], kept_by_forward: Sequence[int], kept_for_weight: Sequence[int]) -> int:
-    held = peak = 0
-    for kind, _, stage in row:
-        if kind == FORWARD:
-            held += kept_by_forward[stage]
-        elif kind == WEIGHT_GRADIENT:
-            held -= kept_for_weight[stage]
-        else:
-            held -= kept_by_forward[stage]
-            if kind == INPUT_GRADIENT:
-                held += kept_for_weight[stage]
-        peak = max(peak, held)
-    return peak

@@ -148,7 +148,7 @@ def test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts(sched
         timeline = simulate(table_of(schedule, 4, microbatches, 2), Costs.equal(sizes.num_stages, 1, 1, 1))
         layer = shape.sequence_length * layer_activations(shape, sizes)
         stage = round(layer * shape.num_layers / sizes.num_stages)
-        held = timeline.peak_bytes([stage] * sizes.num_stages, [stage] * sizes.num_stages)
+        held = [stage * count for count in timeline.peak_held]
         assert predicted == max(held)
         assert held == [theory.held(schedule, 4, microbatches, 2, rank) * stage for rank in range(4)]
 

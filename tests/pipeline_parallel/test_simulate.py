@@ -61,15 +61,6 @@ def test_each_boundary_has_messages_of_its_own_size_both_ways_and_stages_of_one_
     assert spans(simulate(table, ONES, Link(1000, 1000), 1000)) == ["F0:0-1 F0:1-2 B0:2-4 B0:4-6"]
 
 
-def test_bytes_by_hand():
-    split = simulate(rows_of("F0 F1 I0 W0 I1 W1", "F0 I0 F1 I1 W0 W1"), ONES)
-    assert split.peak_held == [2, 2]
-    assert split.peak_bytes([100, 10], [30, 4]) == [200, 14]
-    assert split.peak_bytes([100, 10], [130, 40]) == [230, 80]  # more than before, where it is so much
-    whole = simulate(ONE_F_ONE_B, ONES)
-    assert whole.peak_bytes([100, 10], [999, 999]) == [200, 10]
-
-
 def test_a_table_that_would_never_end_is_refused():
     with pytest.raises(ScheduleError, match="The ranks wait for each other"):
         simulate(rows_of("F0 B0 F1 B1", "F0 F1 B0 B1"), ONES)
