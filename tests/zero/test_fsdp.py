@@ -104,7 +104,7 @@ def test_with_every_option_gradients_are_the_same_and_all_messages_are_comms_and
             }
             assert used <= LEDGER.rows().keys(), way
             found = without_noise(full_tensors(gradients(model)))
-            rtol = 2**-4 if args.bf16 else 1e-4
+            rtol = 2**-3 if args.bf16 else 1e-4
             assert_same(found, without_noise(expected), rtol, f"gradient with {way}")
             assert {p.dtype for p in model.parameters()} == {torch.float32} == {model(text()[0]).dtype}
 
