@@ -97,7 +97,7 @@ def test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("name", ["overlap", "buckets", "one bucket", "ddp"])
+@pytest.mark.parametrize("name", ["overlap", "one bucket", "ddp"])
 def test_a_rank_that_dies_in_the_backward_is_named_by_the_ranks_that_wait_for_it(name: str):
     def work(cluster: Cluster) -> None:
         model = WRAPPERS[name](nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))))

@@ -78,27 +78,6 @@ def test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables(n: in
     run_ranks(compare, n)
 
 
-def test_frozen_stages_layers_and_embeddings_have_no_gradient_and_the_others_have_theirs():
-    def frozen(*names: str) -> nn.Module:
-        model = gpt(num_layers=2)
-        for name in names:
-            model.get_submodule(name).requires_grad_(False)
-        return model
-
-    def compare(cluster: Cluster) -> None:
-        for names in (
-            ("head",),
-            ("blocks.0",),
-            ("blocks.1.mlp",),
-            ("token_embedding", "position_embedding", "blocks.0"),
-        ):
-            make = partial(frozen, *names)
-            for name in ("gpipe", "zb_h1", "zb_v"):
-                compare_schedule(cluster, name, 2, make, text)
-
-    run_ranks(compare, 2)
-
-
 def test_however_the_model_is_cut_it_is_trained_the_same():
     def compare(cluster: Cluster) -> None:
         table = one_f_one_b(3, 2)

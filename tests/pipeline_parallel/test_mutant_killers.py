@@ -83,12 +83,16 @@ def test_both_copies_of_a_tied_embedding_get_both_gradients():
 
 
 def test_a_frozen_embedding_gets_no_gradient():
-    def make() -> nn.Module:
+    """Nor do frozen stages and layers, and the others have theirs."""
+
+    def frozen(*names: str) -> nn.Module:
         model = gpt(num_layers=2)
-        model.head.weight.requires_grad_(False)
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
         return model
 
-    compare("1f1b", "zb_v", make=make, batch_of=text)
+    for names in (("head",), ("blocks.1.mlp",), ("token_embedding", "position_embedding", "blocks.0")):
+        compare("1f1b", "zb_v", make=partial(frozen, *names), batch_of=text)
 
 
 def test_full_backwards_may_stand_beside_split_ones():

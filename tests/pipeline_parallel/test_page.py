@@ -109,20 +109,6 @@ def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, pa
     agree_with_the_simulator(browser, 2, 8, 0.25)
 
 
-def test_the_keyboard_steps_and_jumps(browser, page):
-    browser.open(page, "show=1f1b&time=0")
-    moments = sorted(
-        {time for row in simulation(ARGS, "1f1b", 4, 8, 0.0).rows for timed in row for time in timed[1:]}
-    )
-    for expected in (*moments[1:5], *moments[3:1:-1]):
-        browser.key("ArrowRight" if expected > time_of(browser) else "ArrowLeft")
-        assert time_of(browser) == pytest.approx(expected)
-    browser.key("End")
-    assert time_of(browser) == pytest.approx(moments[-1])
-    browser.key("Home")
-    assert time_of(browser) == 0
-
-
 def test_a_cell_says_what_it_is_and_what_it_waits_for(browser, page):
     words = "document.getElementById('words').innerText"
     browser.open(page, "show=1f1b")
@@ -137,32 +123,6 @@ def test_a_cell_says_what_it_is_and_what_it_waits_for(browser, page):
         browser.key(key)
     assert "1F1: forward of microbatch 1" in browser.js(words)
     assert "needs 0F1" in browser.js("document.activeElement.getAttribute('aria-label')")
-
-
-def test_a_measured_run_stands_beside_what_its_own_costs_predict(browser, tmp_path):
-    truth = simulation(ARGS, "zb_h1", 3, 6, 0.0)
-    halves = {"backward": "I", "weight": "W", "forward": "F"}
-    events = [
-        event._replace(
-            start_ns=event.start_ns // 1000 + 10**12,  # milliseconds, on a clock that has been running
-            duration_ns=event.duration_ns // 1000,
-            args=event.args | {"action": halves[event.kind]},
-        )
-        for event in truth.events()
-    ]
-    wait = Event("wait", "wait", 0, 10**9)
-    browser.open(write_page(tmp_path / "measured.html", ARGS, {"zb_h1": [wait, *events]}))
-    assert shown(browser) == ["measured zb_h1", "simulated zb_h1"]
-    for name in shown(browser):
-        assert fact(browser, name, "bubble") == f"{100 * truth.bubble:.1f} %"
-        assert float(fact(browser, name, "makespan")) == pytest.approx(truth.makespan / 1000, rel=1e-3)
-        cells = browser.js(
-            f"[...document.querySelectorAll('[data-run=\"{name}\"] .cell')].map(cell => cell.dataset.action)"
-        )
-        assert cells == [str(timed.action) for row in truth.rows for timed in row]
-    choose(browser, "message", "0")
-    assert shown(browser) == list(SCHEDULES), "the nearest setting, all of it"
-    assert browser.js("document.querySelector('[name=ranks]:checked').value") in ("2", "4")
 
 
 @pytest.mark.parametrize(

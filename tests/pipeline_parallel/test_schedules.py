@@ -58,10 +58,6 @@ def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) 
     ]
 
 
-def test_naive_finishes_a_microbatch_before_the_next():
-    assert naive(2, 3) == written("F0 B0 F1 B1 F2 B2", "F0 B0 F1 B1 F2 B2")
-
-
 def test_gpipe_does_all_forwards_and_then_all_backwards_in_the_same_order():
     assert gpipe(2, 3) == written("F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2")
 

@@ -155,8 +155,7 @@ def train_until_one_fails(
         run(place, name, "--steps", "5")
 
 
-@pytest.mark.parametrize("how", ["killed", "failed"])
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name, how", [("1f1b", "killed"), ("1f1b", "failed"), ("gpipe", "killed")])
 def test_a_rank_that_ends_is_named_by_all_others_at_once_and_not_their_neighbour(name, how, capfd):
     environments = places([0, 1, 2, 3], 4, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
     options = {"backend": None, "collect_failures": True, "timeout": 30}
