@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import statistics
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -14,14 +13,14 @@ from comm.exchange import exchange
 from comm.point_to_point import measure_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.trace import makespan, timeline
+from lab.trace import timeline
+from lab.trace.makespan import figures_of
 from lab.trace.memory import held_activations
 from pipeline_parallel.own_stages import OwnStages
 from training.run import Run
 from training.validate import tick_seconds
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
-WARMUP_STEPS = 2
 
 
 @dataclasses.dataclass
@@ -83,14 +82,13 @@ def on_all_ranks(loss: Tensor | None, pipeline: OwnStages) -> Tensor:
 def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
     """Return the report's rows about the schedule, on rank 0. Lists have a value for each rank.
 
-    All ranks call it. Makespan and bubble are medians over the recorded steps (lab/trace/makespan.py). The
-    activations are those of one more step, on the batch x and y, in which the memory of all that autograd
-    saves is looked up.
+    All ranks call it. The activations are those of one more step, on the batch x and y, in which the memory
+    of all that autograd saves is looked up.
     """
     timeline.stop_recording()
     actions = [event for event in timeline.recorded() if "action" in event.args]
     everyones = timeline.gather_events(cluster, timeline.align(cluster), actions)
-    rows: dict[str, Any] = {}
+    rows = {} if everyones is None else figures_of(everyones, cluster.world_size)
     if args.metronome is None:
         pipeline.zero_grad()
         with held_activations([x, y, *pipeline.parameters()]) as watch:
@@ -98,13 +96,4 @@ def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -
         rows["activations_bytes"] = exchange(watch.peak_bytes)
     if args.trace is not None:
         rows["compared_by"] = f"python pipeline_parallel/analysis/compare.py {args.trace}"
-    if everyones is None:
-        return {}
-    steps = makespan.steps_of(everyones)
-    steps = steps[min(WARMUP_STEPS, len(steps) // 2) :]
-    return {
-        "makespan_seconds": statistics.median(map(makespan.makespan, steps)),
-        "bubble": statistics.median(makespan.bubble(step, cluster.world_size) for step in steps),
-        "microbatches_held": [makespan.microbatches_held(steps[0], r) for r in range(cluster.world_size)],
-        **rows,
-    }
+    return rows if cluster.is_main else {}

@@ -8,10 +8,25 @@ bubble     the share of that time in which ranks do not compute: 1 - sum of thei
 held       the most microbatches that a rank keeps for their backwards at a time
 """
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from lab.trace.gantt import Event
+
+WARMUP_STEPS = 2
+
+
+def figures_of(events: Iterable[Event], ranks: int) -> dict[str, Any]:
+    """Return the rows of a report: medians over the steps after the warm-up, and what each rank holds."""
+    steps = steps_of(events)
+    steps = steps[min(WARMUP_STEPS, len(steps) // 2) :]
+    return {
+        "makespan_seconds": statistics.median(map(makespan, steps)),
+        "bubble": statistics.median(bubble(step, ranks) for step in steps),
+        "microbatches_held": [microbatches_held(steps[0], rank) for rank in range(ranks)],
+    }
 
 
 def steps_of(events: Iterable[Event]) -> list[list[Event]]:
