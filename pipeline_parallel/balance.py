@@ -21,15 +21,14 @@ from comm.collectives import broadcast
 from lab.launch.errors import WorkbookError
 from lab.models.parts import Part, as_sequential, parts_of
 from lab.trace.stream_clock import time_when_done
-from pipeline_parallel.script import Args
 from pipeline_parallel.stage import Stage, refuse_too_many
 
 Costs = Sequence[float] | str | None
 
 
 @dataclasses.dataclass
-class BalancedArgs(Args):
-    """Train a small GPT, cut into stages, on the source of Python's standard library."""
+class BalanceArgs:
+    """The option of scripts that cut a model by its costs."""
 
     balance: Literal["layers", "parameters", "time"] = "layers"
     """Give the stages about equally many layers or parameters, or layers that take equally long on rank 0."""

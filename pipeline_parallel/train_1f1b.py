@@ -20,21 +20,28 @@ So m can grow until the bubble is small: with microbatches of equal size, the me
 What to read, in this order:
   1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
   2. The docstring of pipeline.py, then `Pipeline.step`: one loop runs any table, on the stages of stage.py
-     and own_stages.py. messages.py says what it sends.
+     and own_stages.py, which balance.py cuts. messages.py says what it sends.
   3. `main` below. `pipeline.step` runs the table on a batch.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
 https://arxiv.org/abs/2006.09503.
 """
 
+import dataclasses
+
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import BalancedArgs
+from pipeline_parallel.balance import BalanceArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
-from pipeline_parallel.script import begin, figures, on_all_ranks
+from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+
+
+@dataclasses.dataclass
+class BalancedArgs(BalanceArgs, Args):
+    """Train a small GPT, cut into stages, on the source of Python's standard library."""
 
 
 def main(cluster: Cluster, args: BalancedArgs) -> None:

@@ -50,8 +50,9 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
+from pipeline_parallel import script
 from pipeline_parallel.actions import placement
-from pipeline_parallel.balance import BalancedArgs, balanced_stages
+from pipeline_parallel.balance import BalanceArgs, balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.script import begin, on_all_ranks
@@ -111,7 +112,7 @@ class TorchSchedule:
 
 
 @dataclasses.dataclass
-class Args(BalancedArgs):
+class Args(BalanceArgs, script.Args):
     """Train with PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
