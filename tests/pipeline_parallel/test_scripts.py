@@ -39,15 +39,6 @@ def run(cluster: Cluster, name: str, *options: str) -> dict:
     return train(cluster, mode, *SHORT, *own, *options)
 
 
-def summary(cluster: Cluster, name: str, **changes: object) -> dict:
-    """Return the report of a short run, for tests of training/."""
-    options = [(f"--{option.replace('_', '-')}", str(value)) for option, value in changes.items()]
-    return run(cluster, name, *(word for option in options for word in option))
-
-
-SCRIPTS = MODES
-
-
 def test_a_report_has_what_the_schedule_holds_and_how_long_ranks_are_idle():
     def reports(cluster: Cluster) -> dict[str, dict]:
         found = {name: run(cluster, name) for name in MODES}
