@@ -80,7 +80,7 @@ def costs_of(model: nn.Module, parts: list[Part], costs: Costs) -> list[float]:
     The parts of an nn.Sequential cost their numbers of parameters by default.
     """
     if costs is None and not isinstance(model, nn.Sequential):
-        return [float(part.count) for part in parts]
+        return [float(part.layers) for part in parts]
     if costs is None or isinstance(costs, str):
         if costs not in (None, "parameters"):
             raise WorkbookError(f"costs={costs!r} is unknown: give 'parameters', 'time' or numbers.")

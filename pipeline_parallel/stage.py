@@ -80,11 +80,11 @@ def stages_of(model: nn.Module | Sequence[nn.Module], stages: int) -> list[Stage
     model = as_sequential(model)
     of_stage: list[list[Part]] = [[] for _ in range(stages)]
     parts, before = parts_of(model), 0
-    total = sum(part.count for part in parts)
+    total = sum(part.layers for part in parts)
     refuse_too_many(stages, total)
     for part in parts:
         of_stage[min(stages - 1, before * stages // total)].append(part)
-        before += part.count
+        before += part.layers
     return [Stage(model, each) for each in of_stage]
 
 

@@ -17,11 +17,11 @@ from lab.models.model import GPT, MLP, BabyCNN
 
 
 class Part(NamedTuple):
-    """Holds one part of the chain: the names of its modules, what it computes, and how often it counts."""
+    """Holds one part of the chain: the names of its modules, what it computes, and as how many layers it counts."""
 
     modules: tuple[str, ...]
     forward: Callable[[Any, Tensor], Tensor]
-    count: int = 1
+    layers: int = 1
 
 
 def parts_of(model: nn.Module) -> list[Part]:
@@ -30,8 +30,8 @@ def parts_of(model: nn.Module) -> list[Part]:
         return [Part((name,), partial(_call, name)) for name, _ in model.named_children()]
     if isinstance(model, GPT):
         blocks = [Part((f"blocks.{i}",), partial(_call, f"blocks.{i}")) for i in range(len(model.blocks))]
-        before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, count=0)
-        return [before, *blocks, Part(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), count=0)]
+        before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, layers=0)
+        return [before, *blocks, Part(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), layers=0)]
     if isinstance(model, MLP):
         last = len(model.layers) - 1
         return [Part((f"layers.{i}",), partial(_linear, f"layers.{i}", i < last)) for i in range(last + 1)]
@@ -49,7 +49,7 @@ def parts_of(model: nn.Module) -> list[Part]:
 
 
 def _call(path: str, stage: nn.Module, x: Tensor) -> Tensor:
-    return stage.get_submodule(path)(x)  # type: ignore[no-any-return]
+    return stage.get_submodule(path)(x)
 
 
 def _linear(path: str, is_followed: bool, stage: nn.Module, x: Tensor) -> Tensor:
@@ -59,4 +59,6 @@ def _linear(path: str, is_followed: bool, stage: nn.Module, x: Tensor) -> Tensor
 
 def as_sequential(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     """Return a list of modules as the nn.Sequential of them, and a module as it is."""
-    return nn.Sequential(*model) if isinstance(model, list | tuple | nn.ModuleList) else model
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    return nn.Sequential(*model)

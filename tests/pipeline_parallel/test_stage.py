@@ -89,9 +89,9 @@ def test_no_cut_has_a_cheaper_dearest_stage(costs, data):
 def test_layers_that_stages_do_not_divide_are_spread_evenly():
     def blocks(layers: int, stages: int) -> list[int]:
         model = gpt(num_layers=layers)
-        costs = [float(part.count) for part in parts_of(model)]
+        costs = [float(part.layers) for part in parts_of(model)]
         found = [int(sum(costs[i] for i in of_stage)) for of_stage in cut(costs, stages)]
-        by_hand = [sum(part.count for part in stage.parts) for stage in stages_of(model, stages)]
+        by_hand = [sum(part.layers for part in stage.parts) for stage in stages_of(model, stages)]
         assert sorted(by_hand) == sorted(found)
         return found
 
