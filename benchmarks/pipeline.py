@@ -39,6 +39,7 @@ from lab.trace import timeline
 from lab.trace.memory import held_activations
 from pipeline_parallel.actions import num_microbatches, placement
 from pipeline_parallel.analysis import theory
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of
@@ -68,8 +69,9 @@ class Training:
         model = new_gpt(CONFIG)
         self.pipeline: OwnStages
         if self.by_torch:
-            sizes = placement(table), num_microbatches(table)
-            self.pipeline = OwnStages(model, *sizes, loss_of, example)
+            rank_of = placement(table)
+            stages = balanced_stages(model, len(rank_of), example)
+            self.pipeline = OwnStages(stages, num_microbatches(table), loss_of, example, rank_of)
             self.step = TorchSchedule(self.pipeline, self.schedule).step
         else:
             self.pipeline = pipeline = Pipeline(model, table, loss_of, example, recompute=self.recompute)

@@ -26,7 +26,8 @@ from benchmarks.data_parallel import replicas
 from benchmarks.side_by_side import GPT_13M, Rows, Seconds, Training, medians, new_gpt, tokens
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from zero.memory import FORMULAS, Held, MemoryReport, formula
+from lab.trace.memory import MemoryReport
+from zero.memory import FORMULAS, Held, formula
 
 LINKS = ("loopback", "1gbit")
 STAGES = {"naive": 0, "zero1": 1, "zero2": 2, "zero3": 3}

@@ -17,7 +17,7 @@ from lab.models.model import GPT, MLP, BabyCNN
 
 
 class Part(NamedTuple):
-    """Holds one part of the chain: the names of its modules, what it computes, and as how many layers it counts."""
+    """Holds a part of the chain: the names of its modules, what it computes, and how many layers it is."""
 
     modules: tuple[str, ...]
     forward: Callable[[Any, Tensor], Tensor]
