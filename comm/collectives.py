@@ -27,12 +27,15 @@ operation ends: do not touch its tensors before. `root` is a rank of `group`. `o
 raise the same one; with "torch" a rank can only check its own tensors.
 """
 
+import dataclasses
+import time
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
+from comm import cost
 from comm.algorithms import (
     bruck,
     hierarchical,
@@ -46,19 +49,32 @@ from comm.algorithms import (
 )
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.cost import pattern_for
-from comm.errors import CommError
+from comm.errors import CommError, Mismatch
 from comm.patterns import PATTERNS, chosen_pattern, default_pattern, use_pattern
-from comm.run_collective import run_collective
 from comm.shards import shard_sizes
+from comm.transport import streams
+from comm.transport.choice import chosen_transport
+from comm.transport.stream_wire import StreamWire
 from comm.wire import native
-from comm.wire.handshake import UNEVEN, Header
-from comm.wire.staging import In, InOut, Out
+from comm.wire.handshake import (
+    SHARDED,
+    UNEVEN,
+    Header,
+    HeaderExchange,
+    check_parts,
+    wait_until_all_have_read,
+)
+from comm.wire.slow_link import LinkDelay
+from comm.wire.staging import In, InOut, Out, handover_of, taken
 from comm.wire.wire import Group, Wire, group_of
+from comm.wire.work_queue import Handle, queue_of
+from lab.trace.timeline import span
 
 __all__ = ["PATTERNS", "chosen_pattern", "default_pattern", "pattern_for", "use_pattern"]
 
 Patterns = dict[str, Callable[..., None]]
 Work = native.Work
+Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
 FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
     "pipelined_ring": pipelined_ring,
     "ring": ring,
@@ -294,3 +310,78 @@ def _at_root(op: str, full: torch.Tensor | None, root: int, group: Group) -> tor
     if full is None:
         raise CommError(f"{op}: rank {root} is the root and must pass the full tensor.")
     return full
+
+
+def run_collective(
+    header: Header,
+    group: Group,
+    async_op: bool,
+    algorithm: Callable[..., None],
+    *buffers: In,
+    parts: Parts | None = None,
+) -> Handle:
+    """Run `algorithm(wire, *tensors)` when its turn comes, and return the handle.
+
+    The wire is a StreamWire (shared memory or sockets) or a Wire (gloo's messages). The tensors are flat and
+    in host memory. `header` describes this rank's call, and `parts` are the sizes of an all-to-all. The ranks
+    compare theirs before an algorithm gets its first message, so it may rely on all having called the same.
+    """
+    for buffer in buffers:
+        if buffer.tensor.dtype != header.dtype:
+            raise CommError(
+                f"{header.op}: the tensors of one call must have one dtype, not {header.dtype} and "
+                f"{buffer.tensor.dtype}."
+            )
+    num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
+    handover = handover_of(buffer.tensor for buffer in buffers)
+    queue, posted = queue_of(group), time.perf_counter_ns()
+    ranks = group_of(group).size()
+
+    def job(sequence: int) -> None:
+        with taken(handover), span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+            ready = posted if handover is None else time.perf_counter_ns()
+            delay = LinkDelay(
+                queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
+            )
+            try:
+                mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
+                wire = _begin(mine, group, sequence, delay, parts)
+                tensors = [buffer.to_wire() for buffer in buffers]
+                algorithm(wire, *tensors)
+                for buffer, tensor in zip(buffers, tensors, strict=True):
+                    buffer.from_wire(tensor)
+                wire.finish()
+            except CommError as error:
+                if isinstance(error, Mismatch):
+                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                streams.forget(group)  # they may be out of step: the next use connects again
+                raise
+            delay.wait()
+
+    return queue.submit(job, async_op)
+
+
+def _begin(
+    header: Header, group: Group, sequence: int, delay: LinkDelay, parts: Parts | None
+) -> Wire | StreamWire:
+    """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
+    transport = chosen_transport(group) if group_of(group).size() > 1 else "gloo"
+    wire: Wire | StreamWire
+    if transport == "gloo":
+        wire = Wire(group, header.op, header.pattern, sequence)
+    else:
+        wire = StreamWire(group, transport, header.op, header.pattern, sequence)
+    headers = HeaderExchange(wire, header)
+    wire.set_handshake(lambda: delay.start(headers.finish()))
+    # gloo kills a receiver that gets more or fewer bytes than it expects.
+    if transport == "gloo" or parts is not None or not _shard_fits(header, wire):
+        wire.finish_handshake()
+    if parts is not None and not headers.has_even_parts:
+        check_parts(wire, *parts)
+    return wire
+
+
+def _shard_fits(header: Header, wire: Wire | StreamWire) -> bool:
+    """Return whether this rank's own shard has the right size. If not, the header check will fail."""
+    fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
+    return fits or header.op not in SHARDED or (not header.full and header.op in ("scatter", "gather"))

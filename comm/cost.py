@@ -44,8 +44,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.choosing import link_of
-from comm.patterns import PATTERNS, default_pattern
+from comm.patterns import PATTERNS, default_pattern, link_of
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import known_hosts
@@ -257,7 +256,7 @@ def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Grou
 def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
     """Return the pattern that is predicted to be fastest in this group. All ranks must call it.
 
-    The group's alpha and beta are measured at the first call (choosing.py). Of patterns that differ by less
+    The group's alpha and beta are measured at the first call (patterns.py). Of patterns that differ by less
     than 5% it takes a ring in segments, which adds while messages travel, or else the first one listed.
     """
     ranks = dist.get_world_size(group)

@@ -32,15 +32,15 @@ def meet(
     claim one rank or one GPU, or if the world sizes differ.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
-    claim(store, rank, me)
-    is_connected = _connect_to_rank_0(store, rank, world_size, 1.0, refusal)
+    _claim(store, rank, me)
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
     present: dict[int, dict[str, Any]] = {}
-    while len(present) < world_size or not is_connected:
-        is_connected = is_connected or _connect_to_rank_0(store, rank, world_size, 0.0, refusal)
+    is_connected, missing = False, list(range(world_size))
+    while missing or not is_connected:
+        is_connected = is_connected or _connect_to_rank_0(store, rank, world_size, refusal)
         raise_if_given_up(store, rank)
-        note_arrivals(store, rank, world_size, present)
+        _note_arrivals(store, rank, world_size, present)
         missing = [peer for peer in range(world_size) if peer not in present]
         now = time.monotonic()
         if missing and now > deadline:
@@ -53,7 +53,7 @@ def meet(
             _say(rank, world_size, f"still waiting for {_ranks(missing)}")
             next_word = now + _TELL
         if missing or not is_connected:
-            time.sleep(_POLL)
+            time.sleep(_POLL if is_connected else _POLL / 10)
     if refusal:
         raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
     if refusal := settings.refusal_of_gpus({peer: entry["gpu"] for peer, entry in present.items()}):
@@ -64,7 +64,7 @@ def meet(
         _say(rank, world_size, f"all {world_size} ranks have met")
 
 
-def claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
+def _claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
     """Write `me` to the store under this rank's key. CommError if another process was there first."""
     entry = json.dumps(me)
     seated = store.compare_set(f"rank/{rank}", "", entry).decode()
@@ -78,7 +78,7 @@ def claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
         )
 
 
-def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
+def _note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
     """Add to `present` the entries of ranks that have come since the last call.
 
     Raise CommError if one of them was started with another world size.
@@ -95,17 +95,13 @@ def note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[i
                 )
 
 
-def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, seconds: float, refusal: str) -> bool:
-    """Connect to rank 0, which notices if this rank dies.
+def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, refusal: str) -> bool:
+    """Connect to rank 0, which notices if this rank dies. Return False if its address is not there yet.
 
-    Return False if rank 0's address is not in the store within `seconds`. If the connection fails, return
-    True: the rank goes on without it.
+    If the connection fails, return True: the rank goes on without it.
     """
-    deadline = time.monotonic() + seconds
     try:
-        while not (is_connected := liveness.connect(store, rank, world_size)) and time.monotonic() < deadline:
-            time.sleep(_POLL / 10)
-        return is_connected
+        return liveness.connect(store, rank, world_size)
     except OSError as error:
         if not refusal:  # the refusal may be about the network itself
             trouble = f"no connection to rank 0 ({error}), so a death may be noticed only after OP_TIMEOUT"

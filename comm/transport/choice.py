@@ -2,7 +2,7 @@
 
     auto            shared memory where two ranks have it, else sockets
     shared_memory   a ring buffer, or the sender's own memory (memory_ends.py)
-    sockets         connections of our own: Unix sockets on one machine, else TCP (stream_ends.py)
+    sockets         connections of our own: Unix sockets on one machine, else TCP (sockets.py)
     gloo            gloo's connections and threads (wire/wire.py)
 
 All ranks of a group must choose the same. Groups that use nccl take none of these.

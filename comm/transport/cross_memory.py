@@ -18,9 +18,6 @@ import os
 import socket
 import struct
 import sys
-import threading
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -38,41 +35,22 @@ def peer_of(end: socket.socket) -> int:
     return pid
 
 
-_readers: set[int] = set()
-_lock = threading.Lock()
+_has_named_a_reader = False
 
 
 def allow(reader: int) -> None:
     """Let the process `reader` read this one's memory where the kernel is strict (Yama).
 
-    A process can name one other process, and the permission includes that one's children. A rank in several
-    groups may have several readers. Then it names the launcher, if the launcher has started all of them. It
-    never names the shell from which ranks were started by hand: the first reader keeps the permission, and
-    the others get their messages through ring buffers.
+    A process can name one other process, and the permission includes that one's children. So a rank names
+    the launcher, if one has started the ranks, because it may have several readers. It never names the shell
+    from which ranks were started by hand: then only the first reader can read, and the messages to others go
+    through ring buffers.
     """
-    with _lock:  # the operations of several groups run on several threads
-        if reader in _readers:
-            return
-        _readers.add(reader)
-        if len(_readers) == 1:
-            _name_tracer(reader)
-        elif _is_launched() and all(_parent_of(one) == os.getppid() for one in _readers):
-            _name_tracer(os.getppid())
-
-
-def _name_tracer(pid: int) -> None:
-    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
-
-
-def _is_launched() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
-
-
-def _parent_of(pid: int) -> int | None:
-    with suppress(OSError):
-        # The name, in brackets, may contain any character. The state and the parent's id follow it.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
+    global _has_named_a_reader
+    if not _has_named_a_reader:
+        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None
+        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid() if is_launched else reader), 0, 0, 0)
+        _has_named_a_reader = True
 
 
 class _IoVec(ctypes.Structure):

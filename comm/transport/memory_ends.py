@@ -34,7 +34,7 @@ from comm.transport.segment import (
     Segment,
     fence,
 )
-from comm.transport.stream_ends import Done
+from comm.transport.sockets import Done
 
 LARGE_BYTES = 8 << 20  # from here on messages are read from the sender's memory
 PIECE_BYTES = 1 << 18  # how much is read at once: it stays in the cache until it is used

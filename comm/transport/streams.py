@@ -36,9 +36,16 @@ from comm.errors import CommError
 from comm.membership import liveness
 from comm.transport import cross_memory, segment
 from comm.transport.choice import chosen_transport
-from comm.transport.listener import Address, Listener, connect, connect_locally
 from comm.transport.memory_ends import MemoryIn, MemoryOut, drain, wake
-from comm.transport.stream_ends import Done, StreamIn, StreamOut
+from comm.transport.sockets import (
+    Address,
+    Done,
+    Listener,
+    StreamIn,
+    StreamOut,
+    connect,
+    connect_locally,
+)
 from comm.wire import hosts
 from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
@@ -187,7 +194,7 @@ class Streams:
                 peer.unconfirmed.append(transfer)
                 transfer = Left()
             peer.unsent.append((data, transfer))
-            self._talk_to(peer)
+            self._talk_to(peer, "send to")
 
     def post_receive(self, src: int, into: memoryview, transfer: Done) -> None:
         """Queue a receive of exactly `len(into)` bytes."""
@@ -198,7 +205,7 @@ class Streams:
                 peer.posted.append((frame.data, frame))
             peer.posted.append((into, transfer))
             # A receiver connects as well: so it sees that the sender has died, even before it has sent.
-            self._talk_to(peer)
+            self._talk_to(peer, "receive from")
 
     def move_in_background(self) -> None:
         """Move what can be moved now, and let a thread move the rest while this rank does something else."""
@@ -226,26 +233,26 @@ class Streams:
                         self._helper = None
                         return
 
-    def _talk_to(self, peer: Peer) -> None:
-        if peer.out is None and not peer.has_left and self._knows_address(peer):
+    def _talk_to(self, peer: Peer, verb: str = "reach") -> None:
+        if peer.out is None and not peer.has_left and self._knows_address(peer, verb):
             try:
                 peer.out = self._connect(peer)
             except OSError as error:
-                raise self._failed(peer, f"Connection was likely closed by peer: {error}") from error
+                raise self._failed(peer, f"Connection was likely closed by peer: {error}", verb) from error
         while peer.out is not None and peer.unsent:
             peer.out.post(*peer.unsent.popleft())
 
-    def _knows_address(self, peer: Peer) -> bool:
+    def _knows_address(self, peer: Peer, verb: str) -> bool:
         """Return whether the peer's address is known. If not, look into the store, and for a death."""
         if peer.address is None and self._store is not None:
             try:
                 if self._store.check([str(peer.rank)]):
                     peer.address = tuple(json.loads(self._store.get(str(peer.rank))))
             except RuntimeError as error:
-                raise self._failed(peer, f"Connection was likely closed by peer: {error}") from error
+                raise self._failed(peer, f"Connection was likely closed by peer: {error}", verb) from error
             gone = liveness.cause(0) if peer.address is None else None
             if gone is not None and (gone.how != "finished" or gone.rank == peer.name):
-                raise self._failed(peer, "closed by peer")
+                raise self._failed(peer, "closed by peer", verb)
         return peer.address is not None
 
     def _connect(self, peer: Peer) -> StreamOut | MemoryOut:
@@ -271,7 +278,7 @@ class Streams:
                 while peer.is_busy:
                     self._move_once(peer, None)
 
-    def move_until(self, transfer: Done, rank: int, verb: str = "go on with") -> None:
+    def move_until(self, transfer: Done, rank: int, verb: str = "reach") -> None:
         """Move messages until this one, to or from `rank`, is done.
 
         Raise CommError if a peer with unfinished messages has closed its stream, or if nothing has moved for
@@ -281,9 +288,9 @@ class Streams:
             while not transfer.done:
                 self._move_once(self._peers[rank], transfer, verb)
 
-    def _move_once(self, awaited: Peer, transfer: Done | None, verb: str = "go on with") -> None:
+    def _move_once(self, awaited: Peer, transfer: Done | None, verb: str = "reach") -> None:
         """Move something of any message, or sleep until that is possible or another thread has done it."""
-        has_met_all = self._meet()
+        has_met_all = self._meet(awaited, verb)
         if self._move() or self._spin() or (transfer is not None and transfer.done):
             self._tell(True)
             return
@@ -304,13 +311,13 @@ class Streams:
         if something and self._a_thread_sleeps:
             wake(self._bell[1])
 
-    def _meet(self) -> bool:
+    def _meet(self, awaited: Peer | None = None, verb: str = "reach") -> bool:
         """Connect to peers for which something is posted. Return whether all of these are connected."""
         if not self.has_frames:
             return True  # all addresses are known, so the first post has connected
         unmet = [peer for peer in self._all if peer.out is None and peer.is_busy and not peer.has_left]
         for peer in unmet:
-            self._talk_to(peer)
+            self._talk_to(peer, verb if peer is awaited else "reach")
         return all(peer.out is not None for peer in unmet)
 
     def _move(self) -> bool:
@@ -428,7 +435,7 @@ class Streams:
             end.close()
         self._listener.close()
 
-    def _failed(self, peer: Peer, error: str, verb: str = "go on with") -> CommError:
+    def _failed(self, peer: Peer, error: str, verb: str = "reach") -> CommError:
         name = f"rank {peer.name}"
         why = peer.trouble or peer_trouble(error, name)
         failed = CommError(f"{self.what}: rank {dist.get_rank()} could not {verb} {name}: {why}.")

@@ -6,6 +6,7 @@ of the network interface.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -98,80 +99,48 @@ _REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-
 Work = Handle | NativeHandle
-
-
 Restore = Callable[[], object] | None  # copies a result back to the caller's tensor
 
 
 def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
-    _add_formula("broadcast", flat, group, root)
-    return _start(
-        "broadcast",
-        group,
-        flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.broadcast(flat, group_src=root, group=group, async_op=True),
-    )
+    start = partial(dist.broadcast, flat, group_src=root, group=group)
+    return _start("broadcast", flat, group, async_op, start, restore, root)
 
 
 def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, restore, parts, _ = _shard_and_parts("scatter", shard, full, root, group)
-    return _start(
-        "scatter",
-        group,
-        dist.get_world_size(group) * flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.scatter(flat, parts, group_src=root, group=group, async_op=True),
-    )
+    flat, restore = _flat(shard, group)
+    parts = None if full is None else _equal_parts("scatter", _flat(full, group)[0], flat, group)
+    start = partial(dist.scatter, flat, parts, group_src=root, group=group)
+    return _start("scatter", flat, group, async_op, start, restore, root, is_shard=True)
 
 
 def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, _, parts, restore = _shard_and_parts("gather", shard, full, root, group)
-    return _start(
-        "gather",
-        group,
-        dist.get_world_size(group) * flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.gather(flat, parts, group_dst=root, group=group, async_op=True),
-    )
+    flat, _ = _flat(shard, group)
+    parts, restore = None, None
+    if full is not None:
+        full_flat, restore = _flat(full, group)
+        parts = _equal_parts("gather", full_flat, flat, group)
+    start = partial(dist.gather, flat, parts, group_dst=root, group=group)
+    return _start("gather", flat, group, async_op, start, restore, root, is_shard=True)
 
 
 def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
     if dist.get_rank(group) != root:
         flat, restore = flat.clone(), None  # torch writes partial results to it
-    op = _divide_first(op, flat, group)
-    _add_formula("reduce", flat, group, root)
-    return _start(
-        "reduce",
-        group,
-        flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.reduce(flat, group_dst=root, op=_REDUCTIONS[op], group=group, async_op=True),
-    )
+    reduction = _REDUCTIONS[_divide_first(op, flat, group)]
+    start = partial(dist.reduce, flat, group_dst=root, op=reduction, group=group)
+    return _start("reduce", flat, group, async_op, start, restore, root)
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Work:
     flat, _ = _flat(shard, group)
     full_flat, restore = _flat(full, group)
     _equal_parts("all_gather", full_flat, flat, group)
-    _add_formula("all_gather", full_flat, group)
-    return _start(
-        "all_gather",
-        group,
-        full_flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.all_gather_single(full_flat, flat, group=group, async_op=True),
-    )
+    start = partial(dist.all_gather_single, full_flat, flat, group=group)
+    return _start("all_gather", full_flat, group, async_op, start, restore)
 
 
 def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
@@ -181,29 +150,15 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Grou
     if divisor_before(op, full_flat.dtype, dist.get_world_size(group)) > 1:
         full_flat = full_flat.clone()
         op = _divide_first(op, full_flat, group)
-    _add_formula("reduce_scatter", full_flat, group)
-    return _start(
-        "reduce_scatter",
-        group,
-        full_flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.reduce_scatter_single(flat, full_flat, op=_REDUCTIONS[op], group=group, async_op=True),
-    )
+    start = partial(dist.reduce_scatter_single, flat, full_flat, op=_REDUCTIONS[op], group=group)
+    return _start("reduce_scatter", full_flat, group, async_op, start, restore)
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
     flat, restore = _flat(tensor, group)
-    op = _divide_first(op, flat, group)
-    _add_formula("all_reduce", flat, group)
-    return _start(
-        "all_reduce",
-        group,
-        flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.all_reduce(flat, op=_REDUCTIONS[op], group=group, async_op=True),
-    )
+    reduction = _REDUCTIONS[_divide_first(op, flat, group)]
+    start = partial(dist.all_reduce, flat, op=reduction, group=group)
+    return _start("all_reduce", flat, group, async_op, start, restore)
 
 
 def all_to_all(
@@ -216,43 +171,43 @@ def all_to_all(
 ) -> Work:
     flat, restore = _flat(output, group)
     full_flat, _ = _flat(full, group)
-    LEDGER.add_formula(
-        "all_to_all",
-        "torch",
-        cost.pairwise_traffic(in_sizes, full_flat.element_size(), dist.get_rank(group)),
-        axis_of(group),
-    )
-    return _start(
-        "all_to_all",
-        group,
-        full_flat.nbytes,
-        async_op,
-        restore,
-        lambda: dist.all_to_all_single(flat, full_flat, out_sizes, in_sizes, group=group, async_op=True),
-    )
+    start = partial(dist.all_to_all_single, flat, full_flat, out_sizes, in_sizes, group=group)
+    return _start("all_to_all", full_flat, group, async_op, start, restore, in_sizes=in_sizes)
 
 
 def barrier(group: Group, async_op: bool) -> Work:
     # nccl's barrier is an all-reduce on a GPU. Without `device_ids` it would guess the GPU from the rank.
     gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
-    return _start(
-        "barrier", group, 0, async_op, None, lambda: dist.barrier(group, async_op=True, device_ids=gpu)
-    )
+    start = partial(dist.barrier, group, device_ids=gpu)
+    return _start("barrier", torch.empty(0), group, async_op, start, None)
 
 
 def _start(
     op: str,
+    flat: torch.Tensor,
     group: Group,
-    num_bytes: int,
     async_op: bool,
-    finish: Callable[[], object] | None,
-    start: Callable[[], dist.Work | None],
+    start: Callable[..., dist.Work | None],
+    restore: Restore,
+    root: int = 0,
+    is_shard: bool = False,
+    in_sizes: list[int] | None = None,
 ) -> Work:
+    """Add the formula's traffic to the ledger, and start the operation. `flat` is full, or a rank's shard."""
+    rank, n, itemsize = dist.get_rank(group), dist.get_world_size(group), flat.element_size()
+    numel = flat.numel() * (n if is_shard else 1)
+    if in_sizes is None:
+        traffic = cost.traffic(op, "torch", numel, itemsize, n, rank, root)
+    else:
+        traffic = cost.pairwise_traffic(in_sizes, itemsize, rank)
+    if op != "barrier":
+        LEDGER.add_formula(op, "torch", traffic, axis_of(group))
+    num_bytes, begin = numel * itemsize, partial(start, async_op=True)
     if slow_link.current() is not None:
-        return _start_slowly(op, group, num_bytes, async_op, finish, start)
+        return _start_slowly(op, group, num_bytes, async_op, restore, begin)
     started = timeline.mark()
     try:
-        handle = NativeHandle(op, start(), finish)
+        handle = NativeHandle(op, begin(), restore)
     except RuntimeError as error:
         raise failed(op, error) from error
     if async_op:
@@ -333,17 +288,6 @@ def _flat(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[]
     return flat, lambda: tensor.copy_(flat.view_as(tensor))
 
 
-def _shard_and_parts(
-    op: str, shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group
-) -> tuple[torch.Tensor, Restore, list[torch.Tensor] | None, Restore]:
-    """Count a scatter or gather. Return its flat shard, the root's parts of `full`, and a Restore of each."""
-    flat, restore_shard = _flat(shard, group)
-    full_flat, restore_full = _flat(full, group) if full is not None else (None, None)
-    parts = _equal_parts(op, full_flat, flat, group) if full_flat is not None else None
-    _add_formula(op, flat, group, root, times=dist.get_world_size(group))
-    return flat, restore_shard, parts, restore_full
-
-
 def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group) -> list[torch.Tensor]:
     n = dist.get_world_size(group)
     if full.numel() != n * shard.numel():
@@ -352,9 +296,3 @@ def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group)
             f"{shard.numel()} for each; pad the tensor or take another pattern."
         )
     return shards_of(full, n)
-
-
-def _add_formula(op: str, flat: torch.Tensor, group: Group, root: int = 0, times: int = 1) -> None:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    traffic = cost.traffic(op, "torch", flat.numel() * times, flat.element_size(), n, rank, root)
-    LEDGER.add_formula(op, "torch", traffic, axis_of(group))

@@ -60,7 +60,7 @@ def broadcast_gradient_not_summed(x: Tensor, root: int = 0, group: Group = None)
 
 @mutant(
     target="comm.algorithms.hypercube.recursive_doubling",
-    killer="tests.comm.test_delayed_messages.test_an_all_reduce_does_not_change_what_is_still_being_sent",
+    killer="tests.comm.test_collectives_by_hand.test_an_all_reduce_does_not_change_what_is_still_being_sent",
     symptom="Once in many runs the ranks end an all-reduce with different sums.",
 )
 def doubling_adds_into_what_is_being_sent(wire: Wire, tensor: torch.Tensor, op: str) -> None:

@@ -73,17 +73,3 @@ def test_an_all_reduce_is_bitwise_the_same_on_every_rank(n: int):
 
     first, *others = run_ranks(reduce_all, n)
     assert others == [first] * (n - 1)
-
-
-def test_a_conjugated_view_is_reduced_by_its_values():
-    def conjugate(cluster) -> None:
-        z = torch.tensor([1 + 2j, 3 - 1j])
-        for pattern in PATTERNS["all_reduce"]:
-            mine = z.clone().conj()
-            collectives.all_reduce(mine, pattern=pattern)
-            assert torch.equal(mine.resolve_conj(), 3 * z.conj().resolve_conj()), pattern
-        imaginary = z.clone().conj().imag
-        collectives.all_reduce(imaginary)
-        assert imaginary.tolist() == [-6.0, 3.0]
-
-    run_ranks(conjugate, 3)

@@ -4,9 +4,10 @@ import torch
 
 from comm import collectives
 from comm.algorithms import ring, tree
-from comm.collectives import PATTERNS
+from comm.collectives import ALL_REDUCES, PATTERNS
 from lab.check import assert_same
 from lab.ranks import run_ranks
+from tests.comm.segments import short_segments
 
 
 def test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk():
@@ -123,6 +124,47 @@ def test_a_ring_starts_no_message_for_an_empty_tensor():
         ring.shift(Noting(), torch.ones(outgoing), torch.ones(incoming))
         what = f"{outgoing} elements leave and {incoming} arrive: an empty tensor must not be sent"
         assert events == expected, f"{what}; expected {expected}, got {events}"
+
+
+class LateTransfer:
+    """A message that moves as late as it may: when it is waited for."""
+
+    def __init__(self, wire: "LateWire", tensor: torch.Tensor, before: torch.Tensor | None) -> None:
+        self._wire, self.tensor, self._before = wire, tensor, before
+        wire.unfinished.append(self)
+
+    def wait(self) -> None:
+        if self not in self._wire.unfinished:
+            return
+        self._wire.unfinished.remove(self)
+        if self._before is None:
+            self.tensor.fill_(7)
+        else:
+            is_kept = torch.equal(self.tensor, self._before)
+            assert is_kept, f"rank {self._wire.rank} has changed a tensor before its send had ended"
+
+
+class LateWire:
+    """The wire of one rank. What arrives does not matter, only what happens to a tensor that leaves."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.unfinished = rank, size, []
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> LateTransfer:
+        return LateTransfer(self, tensor, tensor.clone())
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> LateTransfer:
+        return LateTransfer(self, tensor, None)
+
+
+def test_an_all_reduce_does_not_change_what_is_still_being_sent():
+    with short_segments(32):  # of 4 numbers
+        for name, (file, function) in ALL_REDUCES.items():
+            for n in (2, 3, 4, 5) if name != "hierarchical" else ():
+                for rank in range(n):
+                    wire = LateWire(rank, n)
+                    getattr(file, function)(wire, torch.arange(21), "sum")
+                    assert not wire.unfinished, f"{name}: rank {rank} of {n} has not waited for a message"
 
 
 def test_a_reduce_does_not_change_the_other_ranks_tensors():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import collectives, run_collective
+from comm import collectives
 from comm.collectives import CommError, all_reduce
 from comm.point_to_point import recv, send
 from comm.transport import segment
@@ -187,15 +187,13 @@ def test_a_transport_that_does_not_exist_is_refused():
 
 @pytest.mark.parametrize("transport", ["gloo", "auto"])
 def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_header_and_end(transport: str):
-    target = (
-        "comm.run_collective._shard_fits" if transport == "gloo" else "comm.transport.streams.Streams._move"
-    )
+    target = "comm.collectives._shard_fits" if transport == "gloo" else "comm.transport.streams.Streams._move"
 
     def differ(cluster) -> None:
         use_transport(transport)
         x = torch.ones(100_000)
         all_reduce(x)
-        plain = run_collective._shard_fits if transport == "gloo" else Streams._move
+        plain = collectives._shard_fits if transport == "gloo" else Streams._move
         calls = 0
 
         def late(*args) -> bool:

@@ -11,6 +11,7 @@ from comm.collectives import PATTERNS
 from comm.transport.choice import use_transport
 from lab.ranks import run_ranks
 from tests.comm.mismatches import error_text, works
+from tests.comm.test_cost import call
 
 
 def wrong_calls(rank: int) -> list[tuple[Callable[[], object], str]]:
@@ -69,6 +70,16 @@ def wrong_calls(rank: int) -> list[tuple[Callable[[], object], str]]:
             lambda: collectives.all_to_all(ones(3), ones(sum(sends)), [1, 1, 1], sends),
             "all_to_all: rank 1 sends 3 elements to rank 2, which expects 1",
         ),
+        (  # rank 2 does not see that the parts of the others differ
+            lambda: collectives.all_to_all(
+                ones(4 if rank == 1 else 3),
+                ones(4 if rank == 0 else 3),
+                [2, 1, 1] if rank == 1 else [1, 1, 1],
+                [1, 2, 1] if rank == 0 else [1, 1, 1],
+                pattern="bruck",
+            ),
+            "all_to_all: in the pattern bruck all parts of all ranks must have the same size; take pairwise.",
+        ),
     ]
 
 
@@ -77,8 +88,8 @@ def test_calls_that_do_not_fit_end_in_the_same_sentence_on_all_ranks(transport: 
     def differ(cluster) -> list[str]:
         use_transport(transport)
         texts = []
-        for call, expected in wrong_calls(cluster.rank):
-            texts.append(error_text(call))
+        for each, expected in wrong_calls(cluster.rank):
+            texts.append(error_text(each))
             assert expected in texts[-1]
             assert works(), f"the group does not work after: {expected}"
         return texts
@@ -94,23 +105,9 @@ def test_every_pattern_refuses_another_size_and_another_dtype():
             for pattern in patterns if op != "barrier" else ():
                 for numel, dtype in (
                     (9 if odd else 6, torch.float32),
-                    (6, [torch.float32, torch.int32][odd]),
+                    (6, torch.int32 if odd else torch.float32),
                 ):
-                    full, shard, out = (torch.ones(size, dtype=dtype) for size in (numel, 2, numel))
-                    at_root = full if cluster.rank == 1 else None
-                    collective, given = getattr(collectives, op), {"pattern": pattern}
-                    match op:
-                        case "scatter" | "gather":
-                            arguments, given = (shard, at_root), given | {"root": 1}
-                        case "all_gather":
-                            arguments = full, shard
-                        case "reduce_scatter":
-                            arguments = shard, full
-                        case "all_to_all":
-                            arguments = out, full
-                        case _:
-                            arguments = (full,)
-                    texts.append(error_text(lambda: collective(*arguments, **given)))
+                    texts.append(error_text(lambda: call(op, pattern, numel, dtype, 3, cluster.rank, root=1)))
                     assert works()
         return texts
 

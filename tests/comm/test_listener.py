@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from comm.transport import listener as module
 from comm.transport import segment
-from comm.transport.listener import Arrival, Listener, connect
+from comm.transport import sockets as module
+from comm.transport.sockets import Arrival, Listener, connect
 
 HELLO = struct.Struct("!qqQ")
 linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")

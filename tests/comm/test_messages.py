@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from comm.collectives import all_reduce
 from comm.point_to_point import irecv, isend, recv, send
 from comm.transport import segment
 from comm.transport.choice import use_transport
@@ -124,38 +123,6 @@ def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, 
 
     with reading(reads), replaced("comm.transport.streams.LARGE_MESSAGE_BYTES", large):
         run_ranks(exchange, 3)
-
-
-def test_threads_of_a_rank_may_wait_for_different_messages_while_collectives_run():
-    def work(cluster) -> None:
-        others, failed = [peer for peer in range(3) if peer != cluster.rank], []
-
-        def talk(peer: int) -> None:
-            for step in range(150):
-                size = (1, 40_000, 200)[step % 3]
-                got, mine = torch.zeros(size), torch.full((size,), float(step + cluster.rank))
-                if (step + (peer < cluster.rank)) % 2:
-                    send(mine, peer)
-                    recv(got, peer)
-                else:
-                    recv(got, peer)
-                    send(mine, peer)
-                if not (got == step + peer).all():
-                    failed.append(step)
-
-        threads = [threading.Thread(target=talk, args=(peer,)) for peer in others]
-        for thread in threads:
-            thread.start()
-        for _ in range(30):
-            x = torch.ones(1000)
-            all_reduce(x, async_op=True).wait()
-            assert (x == 3).all()
-        for thread in threads:
-            thread.join(40)
-            assert not thread.is_alive()
-        assert not failed
-
-    run_ranks(work, 3)
 
 
 def test_groups_keep_their_messages_apart_and_members_are_counted_from_0():

@@ -65,13 +65,6 @@ def test_a_wrong_command_line_is_reported_once_and_ends_all_ranks(capfd):
     assert all(line.startswith("[rank 0]") for line in err.splitlines()), err
 
 
-def test_help_is_printed_once_and_is_no_error(capfd):
-    ends, out, err = outcome(capfd, *["--help"] * 3)
-    assert ends == [f"rank {rank} exited with code 0 before it returned." for rank in range(3)]
-    assert not err
-    assert out.count("Add ones.") == 1 and "--steps" in out
-
-
 def test_an_error_of_all_ranks_is_reported_once(capfd):
     ends, _, err = outcome(capfd, *["--steps 0"] * 3)
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]

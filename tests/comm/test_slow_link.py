@@ -13,8 +13,6 @@ from comm.wire import slow_link
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.timeline import recorded, start_recording
-from tests.comm.simulated_time import simulated_time
-from training.calibrate import measure_all_reduce
 
 MIB = 1 << 20
 
@@ -75,19 +73,3 @@ def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: 
         assert event.args["bytes"] == 12
 
     run_ranks(slow, 2)
-
-
-def test_calibration_finds_the_alpha_and_beta_that_were_set():
-    def slow(cluster) -> list[Link]:
-        with simulated_time(), slow_link.slowed(Link(0.02, 1 / 50e6)):
-            return [measure_all_reduce(pattern, repeats=3) for pattern in ("pipelined_ring", "ring", "torch")]
-
-    first, *others = run_ranks(slow, 3)
-    assert others == [first, first]
-    for link in first:
-        assert link.alpha == pytest.approx(0.02, rel=1e-5)
-        assert link.beta == pytest.approx(1 / 50e6, rel=1e-5)
-
-
-def test_a_single_rank_has_no_link():
-    assert run_ranks(lambda cluster: measure_all_reduce("ring"), 1) == [Link(0.0, 0.0)]

@@ -12,7 +12,7 @@ def over(transport: str, cluster: Any, fn: Callable, *args: Any) -> Any:
     """Return what `fn(cluster, *args)` returns. Afterwards the group has its transport again."""
     is_tcp = transport == "tcp"
     # Ranks of one machine use Unix sockets where they can.
-    elsewhere = replaced("comm.transport.listener._unix_connection", lambda *_: None)
+    elsewhere = replaced("comm.transport.sockets._unix_connection", lambda *_: None)
     with elsewhere if is_tcp else nullcontext():
         use_transport("sockets" if is_tcp else transport)
         try:

@@ -1,4 +1,4 @@
-"""Let the ranks of a group connect to each other: a listener on each rank, and a hello on each connection.
+"""Connect the ranks of a group by sockets, and move a queue of messages through a socket without blocking.
 
       rank 1  ── connects ──►  rank 0            hello: the token of rank 0's listener, and "I am rank 1"
 
@@ -14,11 +14,14 @@ Another program may connect as well, but it does not know the token, and its con
 import hashlib
 import os
 import secrets
+import select
 import socket
 import struct
 import sys
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from comm.transport import cross_memory, segment
 from comm.transport.segment import Segment
@@ -27,6 +30,7 @@ from lab.launch.interface import own_address
 _HELLO = struct.Struct("!qqQ")  # token, rank, address of the nonce in the segment
 _TOKEN = struct.Struct("!q")
 _HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
+_MOST_AT_ONCE = 8  # messages that one call gives to the kernel
 Address = tuple[int, int, int]  # IPv4 address, port (0 if there is none), token
 
 
@@ -169,3 +173,101 @@ def _name(token: int) -> str:
     Every process can list these names, so it does not contain the token but a checksum of it.
     """
     return f"\0workbook-{hashlib.sha256(_TOKEN.pack(token)).hexdigest()[:16]}"
+
+
+class Done(Protocol):
+    """An object whose `done` becomes true when its message has left or arrived."""
+
+    done: bool
+
+
+class StreamOut:
+    """The end of a connection into which this rank sends its messages, in the order of `post`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._queue: deque[tuple[memoryview, Done]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a message has not left completely."""
+        return bool(self._queue)
+
+    def post(self, data: memoryview, transfer: Done) -> None:
+        """Queue a message. `transfer.done` becomes true when the kernel has taken its last byte."""
+        self._queue.append((data, transfer))
+
+    def push(self) -> bool:
+        """Give the kernel as much as it takes. Return whether it has taken anything. Raise OSError."""
+        if not self._queue:
+            return False
+        try:
+            if len(self._queue) == 1:
+                sent = self.socket.send(self._queue[0][0])
+            else:
+                sent = self.socket.sendmsg([data for data, _ in list(self._queue)[:_MOST_AT_ONCE]])
+        except BlockingIOError:
+            return False
+        while sent:
+            data, transfer = self._queue.popleft()
+            if sent < len(data):
+                self._queue.appendleft((data[sent:], transfer))
+                break
+            sent -= len(data)
+            transfer.done = True
+        return True
+
+    def num_taken(self) -> int:
+        """Return how many messages the receiver has confirmed since the last call. Raise OSError."""
+        try:
+            confirmed = len(self.socket.recv(4096))
+        except BlockingIOError:
+            return 0
+        if not confirmed:
+            raise ConnectionError("it closed the connection")
+        return confirmed
+
+    def events(self, waits_for_confirmation: bool) -> int:
+        """Return the events for which select.poll should wait."""
+        return (select.POLLOUT if self._queue else 0) | (select.POLLIN if waits_for_confirmation else 0)
+
+    def sleep(self, sleeps: bool) -> None:
+        """Do nothing: the kernel wakes this rank."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
+
+
+class StreamIn:
+    """The end of a connection from which this rank receives the messages of a peer."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._unconfirmed = 0
+
+    def receive(self, into: memoryview, message_bytes: int) -> int:
+        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
+
+        Raise OSError if the sender has gone.
+        """
+        try:
+            received = self.socket.recv_into(into)
+        except BlockingIOError:
+            return 0
+        if not received:
+            raise ConnectionError("it closed the connection")
+        return received
+
+    def confirm(self) -> None:
+        """Tell the sender that a message was taken: a byte back, as the socket is free that way."""
+        self._unconfirmed += 1
+        with suppress(BlockingIOError):
+            self._unconfirmed -= self.socket.send(bytes(self._unconfirmed))
+
+    def sleep(self, sleeps: bool) -> None:
+        """Do nothing: the kernel wakes this rank."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.socket.close()
