@@ -6,6 +6,10 @@ class WorkbookError(RuntimeError):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows: the text, without a traceback."""
+        return str(self).splitlines()
+
 
 class Stopped(WorkbookError):
     """Say that a run ends early because it was asked to stop. Everything is saved."""

@@ -27,11 +27,15 @@ def own_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def machine_id() -> str:
+    """Return a name that is equal for all processes and containers of one booted machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
 def cores_id() -> str:
     """Return a text that is equal in all processes that use the same cores of the same machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
-    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return hashlib.sha256(f"{machine} {sorted(own_cores())}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{machine_id()} {sorted(own_cores())}".encode()).hexdigest()[:16]
 
 
 def share_cores(num_ranks: int) -> None:

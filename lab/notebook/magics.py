@@ -27,7 +27,7 @@ import atexit
 import html
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
@@ -39,7 +39,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import forked
 from lab.ranks.cells import Reply
 from lab.ranks.output import is_in_a_notebook, print_tagged
-from lab.ranks.standing import Interrupted, StandingRanks
+from lab.ranks.standing import StandingRanks
 from lab.units import show_bytes, show_seconds
 
 DEFAULT_RANKS = 4
@@ -107,21 +107,6 @@ def name_of(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class CellError(Exception):
-    """An error of a cell on the ranks. IPython shows its text without a traceback of this process."""
-
-    def _render_traceback_(self) -> list[str]:
-        return str(self).splitlines()
-
-
-class Times(NamedTuple):
-    """How long a cell took on each rank that ran it."""
-
-    cell: int
-    source: str
-    seconds: dict[int, float]
-
-
 @magics_class
 class RanksMagics(Magics):
     """The magic commands, and the ranks that they have started."""
@@ -130,7 +115,8 @@ class RanksMagics(Magics):
         super().__init__(shell)
         self._ranks: StandingRanks | None = None
         self._output = CellOutput()
-        self._times: deque[Times] = deque(maxlen=KEPT_TIMES)
+        # The number and the first line of each cell, and the seconds that it took by rank.
+        self._times: deque[tuple[int, str, dict[int, float]]] = deque(maxlen=KEPT_TIMES)
         self._is_everywhere = False
 
     @line_magic("ranks")  # type: ignore[arg-type]
@@ -138,10 +124,7 @@ class RanksMagics(Magics):
         """Start ranks (%ranks 4), or restart, stop or show them: see lab/notebook/magics.py."""
         what, *more = line.split() or ["status"]
         if what.isdecimal() and int(what) and more in ([], ["cpu"], ["cuda"]):
-            try:
-                new = StandingRanks(int(what), self._output.show, *more)
-            except WorkbookError as error:
-                raise CellError(str(error)) from None
+            new = StandingRanks(int(what), self._output.show, *more)
             self.stop()
             self._ranks = new
         elif what in ("everywhere", "here") and not more:
@@ -159,7 +142,7 @@ class RanksMagics(Magics):
         elif what == "restart" and not more:
             self._running().restart()
         elif what not in ("status", "stop") or more:
-            raise CellError(
+            raise WorkbookError(
                 f"%ranks {line.strip()}: write a number of ranks (and cuda, to use GPUs), or status, times, "
                 "restart, stop, everywhere or here."
             )
@@ -170,7 +153,7 @@ class RanksMagics(Magics):
         """Run the cell on all ranks."""
         rest = line.replace(TIMELINE, "").strip()
         if rest:
-            raise CellError(f"%%ranks {rest}: for some of the ranks write %%rank, as in %%rank 0,2.")
+            raise WorkbookError(f"%%ranks {rest}: for some of the ranks write %%rank, as in %%rank 0,2.")
         self._run(cell, None, TIMELINE in line)
 
     @cell_magic("rank")  # type: ignore[arg-type]
@@ -192,10 +175,7 @@ class RanksMagics(Magics):
 
     def pull(self, name: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
         """Return the value of a variable, or of an expression, by rank."""
-        try:
-            return self._running().pull(name, ranks)
-        except WorkbookError as error:
-            raise CellError(str(error)) from None
+        return self._running().pull(name, ranks)
 
     def stop(self) -> None:
         """End the ranks."""
@@ -231,14 +211,10 @@ class RanksMagics(Magics):
         display(table(("rank", "process", "device", "memory", "variables"), rows))
 
     def _show_times(self) -> None:
-        ranks = sorted({rank for times in self._times for rank in times.seconds})
+        ranks = sorted({rank for _, _, seconds in self._times for rank in seconds})
         rows = [
-            (
-                times.cell,
-                *(show_seconds(times.seconds[r]) if r in times.seconds else "" for r in ranks),
-                times.source,
-            )
-            for times in self._times
+            (cell, *(show_seconds(taken[rank]) if rank in taken else "" for rank in ranks), source)
+            for cell, source, taken in self._times
         ]
         display(table(("cell", *(f"rank {rank}" for rank in ranks), "begins with"), rows))
 
@@ -247,14 +223,10 @@ class RanksMagics(Magics):
         number = self.shell.execution_count
         try:
             replies = self._running().run(cell, ranks, f"<cell {number}>", record)
-        except (Interrupted, WorkbookError) as error:
-            raise CellError(str(error)) from None
         finally:
             self._output.finish()
         begin = next((line for line in cell.splitlines() if line.strip()), "")
-        self._times.append(
-            Times(number, begin[:60], {rank: reply.seconds for rank, reply in replies.items()})
-        )
+        self._times.append((number, begin[:60], {rank: reply.seconds for rank, reply in replies.items()}))
         self._raise_error(replies)
         shown = {rank: reply.shown for rank, reply in replies.items() if reply.shown is not None}
         if shown:
@@ -278,16 +250,16 @@ class RanksMagics(Magics):
             first = min(failed)
             others = [f"rank {rank}: {reply.error}" for rank, reply in failed.items() if rank != first]
             text = f"rank {first} failed:\n{failed[first].traceback}"
-            raise CellError("\n".join([text.rstrip(), *others]))
+            raise WorkbookError("\n".join([text.rstrip(), *others]))
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the ranks in "0", "0,2" or "1-3". Raise CellError for other texts."""
+    """Return the ranks in "0", "0,2" or "1-3". Raise WorkbookError for other texts."""
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise CellError(f"%%rank {text}: write ranks such as 0 or 0,2 or 1-3.")
+            raise WorkbookError(f"%%rank {text}: write ranks such as 0 or 0,2 or 1-3.")
         ranks += range(int(first), int(last if dash else first) + 1)
     return ranks
 

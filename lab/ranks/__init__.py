@@ -169,7 +169,7 @@ class _Supervisor:
 
     def _hang(self) -> RankError:
         stuck = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
-        asked = {rank: (self.started[rank].process.pid, self.started[rank].pipe) for rank in stuck}
+        asked = {rank: self.started[rank] for rank in stuck}
         places = stacks.ask(asked, self.jobs[0].folder, _STACKS)
         self._drain(time.monotonic() + _GRACE)
         lines = [f"no answer within {self.timeout:g} s."]

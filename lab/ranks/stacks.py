@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from typing import Any
 
 from lab.ranks.waiting import current_wait, write_wait
 
@@ -51,22 +51,22 @@ def _is_busy() -> bool:
     return time.process_time() >= used
 
 
-def ask(ranks: Mapping[int, tuple[int, Connection]], folder: str, seconds: float) -> dict[int, str]:
-    """Ask ranks, given as (process id, pipe), and return where each is: "at file.py:12 in f: its line ...".
+def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> dict[int, str]:
+    """Ask ranks, forked processes, and return where each is: "at file.py:12 in f: its line ...".
 
     The place of a rank that waits for no rank but computes begins with "computing at".
     Wait at most `seconds`, half of them before the signal is sent.
     """
     paths = {rank: stack_file(folder, rank) for rank in ranks}
-    for rank, (_, pipe) in ranks.items():
+    for rank, one in ranks.items():
         with suppress(OSError):
             open(paths[rank], "w").close()  # removes what an earlier question has brought
-            pipe.send_bytes(ASK)
+            one.pipe.send_bytes(ASK)
     _await(paths.values(), seconds / 2)
-    for rank, (pid, _) in ranks.items():
+    for rank, one in ranks.items():
         if not _is_complete(paths[rank]):
             with suppress(OSError):
-                os.kill(pid, signal.SIGUSR2)
+                os.kill(one.process.pid, signal.SIGUSR2)
     _await(paths.values(), seconds / 2)
     return {rank: where(path) for rank, path in paths.items()}
 

@@ -1,6 +1,6 @@
 """Keep ranks between the cells of a notebook: start, run cells on them, interrupt, stop.
 
-      ranks = StandingRanks(4)                        warm in milliseconds (lab/ranks/forked.py)
+      ranks = StandingRanks(4, print_tagged)          warm in milliseconds (lab/ranks/forked.py)
       ranks.run("x = torch.ones(2) * rank")
       ranks.run("dist.all_reduce(x)\nx")              {0: Reply(shown="tensor([6., 6.])"), ...}
       ranks.stop()
@@ -31,7 +31,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import forked, stacks
 from lab.ranks.cells import Reply, Request, serve
 from lab.ranks.child import Job
-from lab.ranks.output import print_tagged, read_lines
+from lab.ranks.output import read_lines
 from lab.ranks.waiting import drawn, read_waits
 from lab.units import MAX_SECONDS
 
@@ -45,10 +45,6 @@ Show = Callable[[int, str, TextIO], None]
 """A function that shows a line that a rank has printed: rank, line, and sys.stdout or sys.stderr."""
 
 
-class Interrupted(WorkbookError):
-    """A cell was interrupted. The text says where each rank was, and whether its variables live on."""
-
-
 class StandingRanks:
     """`world_size` ranks on this machine that form one group, and wait for cells.
 
@@ -56,13 +52,11 @@ class StandingRanks:
     each rank has a GPU of its own, else gloo.
     """
 
-    def __init__(self, world_size: int, show: Show | None = None, device: str = "cpu") -> None:
-        if world_size < 1:
-            raise WorkbookError(f"There must be at least one rank, not {world_size}.")
+    def __init__(self, world_size: int, show: Show, device: str = "cpu") -> None:
         self.world_size, self.device = world_size, device
         self._backend = "nccl" if device == "cuda" and num_gpus() >= world_size else "gloo"
         refuse_devices(device, self._backend, world_size)
-        self.show = show or print_tagged
+        self._show = show
         self._numbers = itertools.count(1)
         self._processes: list[forked.ForkedProcess] = []
         self._connections: dict[int, Connection] = {}
@@ -74,7 +68,7 @@ class StandingRanks:
     ) -> dict[int, Reply]:
         """Run a cell on all ranks, or on some, and return the reply of each, with its spans if `record`.
 
-        Raise Interrupted after a KeyboardInterrupt, and WorkbookError if a rank has died.
+        Raise WorkbookError if a rank has died and, with the line where each rank was, after Ctrl-C.
         """
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         return self._ask(Request("cell", source, name, record=record), self._chosen(ranks))
@@ -113,11 +107,6 @@ class StandingRanks:
         """End all ranks and start new ones, without the variables of the old ones."""
         self.stop()
         self._start()
-
-    @property
-    def pids(self) -> list[int]:
-        """Return the process id of each rank."""
-        return [process.process.pid for process in self._processes]
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
@@ -193,7 +182,7 @@ class StandingRanks:
             if not is_open:
                 self._selector.unregister(key.fileobj)
             for line in lines:
-                self.show(rank, line, sys.stderr if what == "err" else sys.stdout)
+                self._show(rank, line, sys.stderr if what == "err" else sys.stdout)
         return bool(ready)
 
     def _death(self, rank: int) -> WorkbookError:
@@ -206,7 +195,7 @@ class StandingRanks:
     ) -> WorkbookError:
         """End the cell on the ranks that still run it; return the error that says where each of them was."""
         waiting = [rank for rank in ranks if rank not in replies]
-        asked = {rank: (self.pids[rank], self._processes[rank].pipe) for rank in waiting}
+        asked = {rank: self._processes[rank] for rank in waiting}
         found = stacks.ask(asked, self._folder, STACK_SECONDS)
         places = [f"rank {rank} was {place}" for rank, place in found.items()]
         if waits := read_waits(self._folder, waiting):
@@ -216,13 +205,11 @@ class StandingRanks:
             with suppress(OSError):  # a rank that has died meanwhile: the wait below says so
                 self._connections[rank].send_bytes(message)
         self._wait(ranks, replies, time.monotonic() + INTERRUPT_SECONDS)
-        lives_on = len(replies) == len(ranks) and self._reform()
-        if lives_on:
-            end = "The ranks keep their variables."
-        else:
+        end = "The ranks keep their variables."
+        if len(replies) < len(ranks) or not self._reform():
             self.restart()
             end = f"A rank did not end its cell. {_STARTED_AGAIN}"
-        return Interrupted("\n  ".join([f"{trace}{why}.", *places, end]))
+        return WorkbookError("\n  ".join([f"{trace}{why}.", *places, end]))
 
     def _reform(self) -> bool:
         """Form the group again, whose connections may be closed. Return whether all ranks have done so."""

@@ -18,7 +18,6 @@ and ends at marks in the stream (lab.trace.stream_clock). Offsets between machin
 
 import json
 import math
-import platform
 import threading
 import time
 import zlib
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.launch.threads import machine_id
 from lab.trace.gantt import MAIN_LANE, Event, draw, lanes, tracks
 from lab.trace.stream_clock import StreamClock
 
@@ -43,7 +43,6 @@ Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's st
 now = time.perf_counter_ns
 
 QUICK_NS = 2_000_000  # how long the store is checked without a pause: many round trips
-PIECE_BYTES = 1 << 20  # a TCPStore closes the connection of a client that sends more than 8 MiB
 
 _recording = False
 _events: list[Event] = []  # threads append without a lock: list.append is atomic
@@ -162,7 +161,7 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
     the store's timeout ends the wait with a TimeoutError that names the rank. If the rank has died, a
     WatchedStore (comm.membership) raises an error at once.
     """
-    store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), _machine()
+    store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), machine_id()
     if cluster.is_main:
         for rank in range(1, cluster.world_size):
             with _expecting(rank, "align", store):
@@ -190,39 +189,28 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
     return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
 
 
-def _machine() -> str:
-    """Return a name that is equal for all processes and containers of one booted kernel."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
-
-
 def gather_events(
     cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None
 ) -> list[Event] | None:
     """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
 
     `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
-    Events travel as compressed JSON: values in `args` that JSON cannot represent arrive as strings.
+    Events travel as compressed JSON, below the 8 MiB that a TCPStore takes up to half a million of them.
+    Values in `args` that JSON cannot represent arrive as strings.
     """
     store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
     given = recorded() if events is None else events
     own = [one._replace(rank=cluster.rank, start_ns=one.start_ns + offset_ns) for one in given]
     if not cluster.is_main:
         packed = zlib.compress(json.dumps(own, default=str).encode())
-        pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
         with _expecting(0, "gather_events", store):
-            for i, piece in enumerate(pieces):
-                store.set(f"{prefix}/{cluster.rank}/{i}", piece)  # type: ignore[arg-type]  # bytes are fine
-            store.set(f"{prefix}/{cluster.rank}/pieces", str(len(pieces)))
+            store.set(f"{prefix}/{cluster.rank}", packed)  # type: ignore[arg-type]  # bytes are fine
         return None
 
     for rank in range(1, cluster.world_size):
         with _expecting(rank, "gather_events", store):
-            num_pieces = int(store.get(f"{prefix}/{rank}/pieces"))
-            keys = [f"{prefix}/{rank}/{i}" for i in range(num_pieces)]
-            packed = b"".join(store.get(key) for key in keys)
-            for key in keys:
-                store.delete_key(key)
+            packed = store.get(f"{prefix}/{rank}")
+            store.delete_key(f"{prefix}/{rank}")
         own += [Event(*row) for row in json.loads(zlib.decompress(packed))]
     return sorted(own, key=lambda event: event.start_ns)
 

@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from matplotlib import pyplot as plt
 
-from lab.notebook.magics import CellError
+from lab.launch.errors import WorkbookError
 from lab.notebook.picture import show
 from lab.notebook.prediction import Comparison, predict
 from lab.trace.gantt import Event
@@ -58,12 +58,12 @@ def test_values_go_to_the_ranks_and_come_back(shell):
     run(shell, "push(lr=0.5); push(lr=1.5, ranks=[1])")
     run(shell, "rates = pull('lr')")
     assert shell.user_ns["rates"] == {0: 0.5, 1: 1.5, 2: 0.5}
-    with pytest.raises(CellError, match="rank 0: NameError: name 'missing' is not defined"):
+    with pytest.raises(WorkbookError, match="rank 0: NameError: name 'missing' is not defined"):
         run(shell, "pull('missing')")
 
 
 def test_errors_are_sentences_without_this_processs_traceback(shell):
-    with pytest.raises(CellError) as error:
+    with pytest.raises(WorkbookError) as error:
         run(shell, "%%ranks\n1 / (rank - 1)")
     lines = error.value._render_traceback_()
     assert lines[0] == "rank 1 failed:" and "ZeroDivisionError" in lines[-1]
@@ -81,7 +81,7 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
         ("%%rank x\n1", "%%rank x: write ranks such as 0 or 0,2 or 1-3."),
         ("%%rank 7\n1", "There is no rank 7: there are 3, from 0 on. %ranks N starts N."),
     ):
-        with pytest.raises(CellError, match=f"^{re.escape(sentence)}$"):
+        with pytest.raises(WorkbookError, match=f"^{re.escape(sentence)}$"):
             run(shell, cell)
 
 
@@ -105,7 +105,7 @@ def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(s
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
-    with pytest.raises(CellError) as error:
+    with pytest.raises(WorkbookError) as error:
         run(shell, f"%%ranks\n{cell}")
     assert time.monotonic() - start < 0.3 + PROMPTLY
     text = str(error.value)
@@ -121,7 +121,7 @@ def test_an_interrupt_returns_says_where_each_rank_was_and_keeps_the_variables(s
 
 def test_ranks_that_wait_for_one_that_failed_are_interrupted(shell, monkeypatch):
     monkeypatch.setattr("lab.ranks.standing.WAIT_AFTER_ERROR", 0.2)
-    with pytest.raises(CellError) as error:
+    with pytest.raises(WorkbookError) as error:
         run(shell, "%%ranks\nif rank == 1:\n    raise ValueError('the cause')\ndist.barrier()")
     text = str(error.value)
     assert "rank 1 failed (ValueError: the cause), and the other ranks still waited." in text
@@ -132,7 +132,7 @@ def test_ranks_that_wait_for_one_that_failed_are_interrupted(shell, monkeypatch)
 def test_a_rank_that_ends_is_named_and_all_are_started_again(shell):
     run(shell, "%%ranks\nlost = 1")
     sentence = r"rank 2 was killed by SIGKILL\. All ranks have been started again"
-    with pytest.raises(CellError, match=sentence):
+    with pytest.raises(WorkbookError, match=sentence):
         run(shell, "%%ranks\nimport os\nif rank == 2: os.kill(os.getpid(), 9)\ndist.barrier()")
     assert run(shell, "%%ranks\n'lost' in globals()") == "ranks 0, 1, 2: False"
 
@@ -140,7 +140,7 @@ def test_a_rank_that_ends_is_named_and_all_are_started_again(shell):
 def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     run(shell, "%%ranks\nold = 1")
     assert run(shell, "%ranks restart") == "3 ranks are running."
-    with pytest.raises(CellError, match="NameError"):
+    with pytest.raises(WorkbookError, match="NameError"):
         run(shell, "pull('old')")
     assert run(shell, "%ranks stop") == "The ranks have stopped."
     assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."
