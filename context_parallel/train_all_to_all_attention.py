@@ -39,7 +39,7 @@ from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig
-from lab.trace.observed import Observed
+from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from training.run import Run
 

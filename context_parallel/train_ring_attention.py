@@ -59,7 +59,7 @@ from context_parallel.sequence_cut import CUTS
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig
-from lab.trace.observed import Observed
+from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from training.run import Run
 from training.validate import tick_seconds

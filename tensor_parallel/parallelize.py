@@ -30,7 +30,7 @@ from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
 from lab.trace.ledger import Traffic
-from lab.trace.observed import Observed
+from lab.trace.memory import Observed
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.expected_traffic import ExpectedTraffic, activations_formula, parts_of
 from tensor_parallel.layers import (

@@ -22,7 +22,7 @@ https://arxiv.org/abs/2205.05198.
 from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
-from lab.trace.observed import Observed
+from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.train_tensor_parallel import Args

@@ -29,7 +29,7 @@ from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import GPTConfig
-from lab.trace.observed import Observed
+from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from tensor_parallel.layers import CURE, validate_divisible
 from tensor_parallel.parallelize import parallelize
