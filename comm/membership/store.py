@@ -20,8 +20,7 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 from comm.membership.settings import master
-from lab.launch.interface import is_loopback, resolved
-from lab.launch.store import open_store
+from lab.launch.interface import is_loopback, open_store, resolved
 
 _POLL = 0.05  # seconds between two attempts to connect
 _TELL = 2.0  # seconds between two lines about a store that does not answer

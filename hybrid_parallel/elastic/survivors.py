@@ -41,8 +41,7 @@ from comm.membership import liveness
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.launch.gloo_threads import keep_from_preempting
-from lab.launch.interface import open_sockets, own_address, shut_down_connections
-from lab.launch.store import open_store
+from lab.launch.interface import open_sockets, open_store, own_address, shut_down_connections
 
 _NAP = 0.002  # seconds between two checks of the doors
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets

@@ -1,4 +1,4 @@
-"""Find the network interface of this rank, its address and its counter of sent bytes; end connections."""
+"""Find this rank's network interface and its address, listen on one address only, and end connections."""
 
 import ipaddress
 import os
@@ -8,7 +8,10 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+
+import torch.distributed as dist
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -71,6 +74,24 @@ def _address_of(interface: str) -> str:
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+
+
+def open_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Return a rendezvous store that listens on an IP address and a port; port 0 means a free one.
+
+    torch's own store listens on all interfaces of the machine.
+    Raise OSError if the port is in use, or if no interface of this machine has the address.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def open_sockets() -> set[int]:

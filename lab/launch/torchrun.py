@@ -78,7 +78,7 @@ def _local_rendezvous() -> list[str]:
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    from lab.launch.store import open_store
+    from lab.launch.interface import open_store
 
     class LocalRendezvous(StaticTCPRendezvous):
         def __init__(self, given: RendezvousParameters) -> None:

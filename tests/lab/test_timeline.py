@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
-from lab.launch.store import open_store
+from lab.launch.interface import open_store
 from lab.trace import timeline
 from lab.trace.gantt import Event, lanes
 from lab.trace.timeline import (
