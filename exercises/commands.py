@@ -31,7 +31,7 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
         console.print("[green]All exercises have passed.[/]")
         return 0
     present(space, exercise)
-    problem = problem_of(exercise, space.file(exercise))
+    problem = problem_of(exercise, space.open(exercise))
     state = space.progress[exercise.name].state
     console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
     if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
@@ -49,7 +49,7 @@ def present(space: Workspace, exercise: Exercise) -> None:
     console.print(f"[bold]{exercise.title}[/], {effort}")
     names = ", ".join(f"`{name_of(target)}`" for target in exercise.targets)
     console.print(f"First read notebooks/{exercise.notebook}.ipynb.")
-    console.print(f"Write {names} in {shown(space.file(exercise))}.")
+    console.print(f"Write {names} in {shown(space.open(exercise))}.")
 
 
 def show_list(space: Workspace, options: argparse.Namespace) -> int:
@@ -96,8 +96,8 @@ def check(space: Workspace, options: argparse.Namespace) -> int:
         return 2
     grades = []
     for exercise in exercises:
-        file = handed_in / exercise.file if handed_in else space.file(exercise)
-        grades.append(grade(exercise, file))
+        begin = space.file if options.all else space.open
+        grades.append(grade(exercise, handed_in / exercise.file if handed_in else begin(exercise)))
         if not handed_in:
             space.record(grades[-1])
         if not options.json:
@@ -164,11 +164,9 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    if not space.file(one).exists():
-        space.reset(one)
+    file = shown(space.open(one))
     console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
     console.print(escape(one.symptom))
-    file = shown(space.file(one))
     if space.progress[one.name].has_passed:
         console.print(f"You have mended this bug in {file}.")
         console.print(f"To begin again: {typed(f'reset {one.name}')}")
@@ -201,7 +199,7 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
     """Grade the file each time it is saved, and go on to the next exercise after it has passed."""
     exercise: Exercise | None = chosen(space, options.name)
     seen = None
-    console.print(f"Watching {shown(space.file(exercise))}.")
+    console.print(f"Watching {shown(space.open(exercise))}.")
     while exercise is not None:
         file = space.file(exercise)
         stamp = (file, file.stat().st_mtime_ns if file.exists() else None)

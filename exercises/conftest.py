@@ -18,13 +18,29 @@ class NotPassed(Exception):
     """A test of a lesson does not pass with the learner's function. The text says why."""
 
 
+class Exercises(pytest.File):
+    """All exercises, also those without a file yet, and the bugs that have one."""
+
+    def collect(self):
+        from exercises.catalog import EXERCISES
+        from exercises.find_the_bug import bugs
+
+        opened = [bug for bug in bugs() if (FOLDER / bug.file).exists()]
+        for exercise in (*EXERCISES, *opened):
+            for marker in markers_of(exercise):
+                text = f"{marker}: the exercise, lesson or kind of exercise"
+                self.config.addinivalue_line("markers", text)
+            yield ExerciseFile.from_parent(self, path=FOLDER / exercise.file, exercise=exercise)
+
+
 class ExerciseFile(pytest.File):
     """The learner's file of one exercise, or the one that was handed in."""
 
-    def collect(self):
-        from exercises.names import all_exercises
+    def __init__(self, *, exercise, **options) -> None:
+        super().__init__(**options)
+        self.exercise, self.grade = exercise, None
 
-        self.exercise, self.grade = all_exercises()[self.path.stem], None
+    def collect(self):
         handed_in = self.config.getoption("--submission")
         self.learners = Path(handed_in, self.exercise.file) if handed_in else self.path
         for test in self.exercise.tests:
@@ -82,16 +98,8 @@ def pytest_configure(config):
 
 
 def pytest_collect_file(file_path, parent):
-    if file_path.suffix != ".py" or file_path.parent.parent != FOLDER:
-        return None
-    from exercises.names import all_exercises
-
-    exercise = all_exercises().get(file_path.stem)
-    if exercise is None or FOLDER / exercise.file != file_path:
-        return None
-    for marker in markers_of(exercise):
-        parent.config.addinivalue_line("markers", f"{marker}: the exercise, lesson or kind of exercise")
-    return ExerciseFile.from_parent(parent, path=file_path)
+    is_catalog = file_path == FOLDER / "catalog" / "__init__.py"
+    return Exercises.from_parent(parent, path=file_path) if is_catalog else None
 
 
 def pytest_terminal_summary(terminalreporter, config):

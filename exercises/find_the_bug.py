@@ -1,31 +1,32 @@
 """Make an exercise of each mutant: a file with the mistake, which the learner finds and mends.
 
-      mutants/data_parallel.py   def gradient_summed(self)        named, explained, and killed by a test
-      bugs/bug_naive_787.py      def finish_gradient_sync(self)   the lesson's name and docstring, no hint
+      mutants/data_parallel.py   "gradient_summed"                named, explained, and killed by a test
+      bugs/bug_naive_787.py      def finish_gradient_sync(self)   the lesson's function with the mistake
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
 that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
-exchanged for another. Mutants are read here, and not imported.
+exchanged for another.
 """
 
 import ast
-import copy
 import difflib
 import functools
 import hashlib
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from exercises import mutants
 from exercises.catalog import EXERCISES, ROOT, Exercise
+from exercises.lesson_source import definition, imports, lines_of, without_comments
+from exercises.mutants import Mutant, all_mutants
 
-Definition = ast.FunctionDef | ast.ClassDef
 MAX_TESTS = 4
 MOST_LINES = (4, 9, 15, 22)  # to read and to write, for the difficulties 1 to 4
 MINUTES = (10, 15, 20, 25, 30)
-ALIKE = 0.5  # with less in common, a list of the lines that differ would be longer than the code
 ORDER = (
     *("comm", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel", "context_parallel"),
     *("expert_parallel", "hybrid_parallel", "training", "lab"),
@@ -34,6 +35,7 @@ TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
 )
+_NOT_TAUGHT = re.compile(r"^@(staticmethod|once_differentiable)\n", re.M)  # no part of a technique
 PATTERN = '`pattern` names the algorithm of a collective, such as "ring"; None lets the collective choose.'
 
 
@@ -53,7 +55,7 @@ class Bug(Exercise):
         return Path("bugs", f"{self.name}.py")
 
     def own_file(self) -> str:
-        """Return the learner's file: the lesson's name and docstring, and the wrong implementation."""
+        """Return the learner's file: the lesson's function with the mistake, and without comments."""
         place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
         text = f"Find the bug. {self.symptom} The mistake is in {place}."
         check = f"Mend it below, and check it with `python -m exercises check {self.name}`."
@@ -65,94 +67,14 @@ class Bug(Exercise):
 @functools.cache
 def bugs() -> tuple[Bug, ...]:
     """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
-    made = [_bug(mutant) for mutant in described().values()]
+    made = [_bug(mutant) for mutant in all_mutants().values()]
     place = {lesson: number for number, lesson in enumerate(ORDER)}
     return tuple(sorted(made, key=lambda b: (place[b.target.partition(".")[0]], b.difficulty, b.name)))
 
 
-@dataclass(frozen=True)
-class Described:
-    """A mutant as its file describes it."""
-
-    name: str
-    doc: str
-    target: str
-    killer: str
-    cause: tuple[str, ...]
-    symptom: str
-    code: tuple[ast.stmt, ...]  # the imports and definitions that the mutant needs, and the mutant
-
-    @staticmethod
-    def read(node: Definition, file: ast.Module) -> "Described":
-        [call] = [each for each in node.decorator_list if _is_mark(each)]
-        fields = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-        module, _, test = fields["killer"].rpartition(".")
-        doc = " ".join((ast.get_docstring(node) or "").split())
-        cause = fields.get("cause", ())
-        return Described(
-            name=node.name,
-            doc=doc,
-            target=fields["target"],
-            killer=f"{module.replace('.', '/')}.py::{test}",  # as pytest names it
-            cause=(cause,) if isinstance(cause, str) else cause,
-            symptom=fields.get("symptom") or doc.partition(":")[0].rstrip(".") + ".",
-            code=tuple(_needed(node, file)),
-        )
-
-
-@functools.cache
-def described() -> dict[str, Described]:
-    """Return all mutants by name."""
-    trees = [ast.parse(path.read_text()) for path in mutants.files()]
-    marked = [
-        Described.read(node, tree)
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, Definition) and any(map(_is_mark, node.decorator_list))
-    ]
-    return {mutant.name: mutant for mutant in marked}
-
-
-def _is_mark(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and getattr(decorator.func, "id", None) == "mutant"
-
-
-def _needed(mutant: Definition, file: ast.Module) -> list[ast.stmt]:
-    """Return the mutant, the file's definitions that it uses, and what these import, in the file's order."""
-    wanted: list[ast.stmt] = [mutant]
-    names: set[str] = set()
-    for node in wanted:  # which grows
-        names |= _free_names(node)
-        wanted.extend(each for each in file.body if each not in wanted and _name_of(each) in names)
-    return [*_imports(file, names), *(node for node in file.body if node in wanted)]
-
-
-def _free_names(node: ast.stmt) -> set[str]:
-    """Return the names that a definition uses and does not bind itself."""
-    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-    bound = {each.id for each in names if isinstance(each.ctx, ast.Store)}
-    bound |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-    return {each.id for each in names} - bound - {"mutant"}
-
-
-def _name_of(node: ast.stmt) -> str | None:
-    """Return the name that a statement of a file defines, but not one that it imports."""
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        return getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", None)
-    return getattr(node, "name", None)
-
-
-def _imports(file: ast.Module, names: set[str]) -> Iterator[ast.stmt]:
-    for node in file.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            bound = [each for each in node.names if (each.asname or each.name.partition(".")[0]) in names]
-            if bound:
-                yield ast.copy_location(type(node)(**{**vars(node), "names": bound}), node)
-
-
-def _bug(mutant: Described) -> Bug:
+def _bug(mutant: Mutant) -> Bug:
     tests = [mutant.killer]
-    tests += [other.killer for other in described().values() if other.target == mutant.target]
+    tests += [other.killer for other in all_mutants().values() if other.target == mutant.target]
     tests += [test for exercise in EXERCISES if exercise.target == mutant.target for test in exercise.tests]
     draft = Bug(
         name="draft",
@@ -164,9 +86,9 @@ def _bug(mutant: Described) -> Bug:
         hints=("", "", ""),
         mutant=mutant.name,
         symptom=mutant.symptom,
-        mistake=mutant.doc,
+        mistake=mutant.sentence,
     )
-    right, wrong = lessons_definition(draft)[1], _wrong_definition(draft)
+    right, wrong = definition(draft, draft.target), _wrong_function(draft)
     difficulty = 1 + sum(len(_lines(wrong)) + len(_changes(wrong, right)) > most for most in MOST_LINES)
     lesson = draft.lesson.stem.removeprefix("train_")
     new = {
@@ -175,14 +97,14 @@ def _bug(mutant: Described) -> Bug:
         "minutes": MINUTES[difficulty - 1],
         "hints": (
             f"It should be so: {mutant.killer.rpartition('::test_')[2].replace('_', ' ')}.",
-            f"What happens: {mutant.doc}",
+            f"What happens: {mutant.sentence}",
             _where(wrong, right),
         ),
     }
     return Bug(**(vars(draft) | new))
 
 
-def _where(wrong: Definition, right: Definition) -> str:
+def _where(wrong: ast.FunctionDef, right: ast.FunctionDef) -> str:
     """Return the third hint: the first line that differs, or after which something is missing."""
     before, after = _lines(right), _lines(wrong)
     for kind, _, _, start, _ in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
@@ -194,52 +116,48 @@ def _where(wrong: Definition, right: Definition) -> str:
     return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
 
 
-def lessons_definition(bug: Bug) -> tuple[str, Definition]:
-    """Return the lesson's source of the function or class that has the mistake, and its tree."""
-    source = bug.lesson.read_text()
-    place: ast.Module | Definition = ast.parse(source)
-    for part in bug.qualified_name.split("."):
-        place = [n for n in place.body if isinstance(n, Definition) and n.name == part][-1]
-    assert isinstance(place, Definition)
-    lines = source.splitlines()[place.lineno - 1 - len(place.decorator_list) : place.end_lineno]
-    return textwrap.dedent("\n".join(lines)) + "\n", place
+def implementation(mutant: Mutant) -> Callable[..., Any]:
+    """Return the wrong function, as the file of its exercise defines it at first."""
+    [bug] = [one for one in bugs() if one.mutant == mutant.name]
+    module = ModuleType(f"wrong_{mutant.name}")  # no importable one, so ranks get the function itself
+    exec(compile(bug.own_file(), f"{bug.name}.py", "exec"), vars(module))
+    return vars(module)[bug.function]
 
 
-def _wrong_tree(bug: Bug) -> ast.Module:
-    """Return the mutant's code under the lesson's name, without what it says of itself."""
-    tree = copy.deepcopy(ast.Module([*described()[bug.mutant].code], []))
-    definitions = [node for node in tree.body if isinstance(node, Definition)]
-    helpers = [node.name for node in definitions if node.name != bug.mutant]
-    new_names = {bug.mutant: bug.function} | {name: f"_Part{i}" for i, name in enumerate(helpers, start=1)}
-    for node in definitions:
-        node.name = new_names[node.name]
-        node.decorator_list = [each for each in node.decorator_list if not _is_mark(each)]
-        if ast.get_docstring(node) is not None:
-            del node.body[0]
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    for alias in [alias for node in imports for alias in node.names if alias.name == bug.function]:
-        alias.asname = new_names[alias.name] = f"lessons_{alias.name}"  # which the mutant calls or extends
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            node.id = new_names.get(node.id, node.id)
-    return tree
-
-
-def _wrong_definition(bug: Bug) -> Definition:
-    """Return the tree of the wrong function or class, under the lesson's name."""
-    [wrong] = [n for n in _wrong_tree(bug).body if isinstance(n, Definition) and n.name == bug.function]
-    return wrong
+def lessons_code(bug: Bug) -> str:
+    """Return the lesson's source of the function that has the mistake, with its decorators."""
+    right = definition(bug, bug.target)
+    first = min(node.lineno for node in (right, *right.decorator_list))
+    return lines_of(bug.lesson, first, right.end_lineno)
 
 
 def _wrong_code(bug: Bug) -> str:
-    tree, (_, right) = _wrong_tree(bug), lessons_definition(bug)
-    if (doc := ast.get_docstring(right)) is not None and isinstance(right, ast.FunctionDef):
-        text = textwrap.indent(doc, "    ").strip()
-        [wrong] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == bug.function]
-        wrong.body.insert(0, ast.Expr(ast.Constant(text + "\n    " if "\n" in text else text)))
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    others = [ast.unparse(node) for node in tree.body if node not in imports]
-    return "\n\n\n".join(filter(None, ["\n".join(ast.unparse(node) for node in imports), *others]))
+    """Return the lesson's function with the mistake, and the imports that it needs."""
+    code = lessons_code(bug)
+    [right] = ast.parse(code).body
+    assert isinstance(right, ast.FunctionDef)
+    lines, docstring = code.splitlines(), []
+    if ast.get_docstring(right) is not None:
+        place = slice(right.body[0].lineno - 1, right.body[0].end_lineno)
+        docstring, lines[place] = lines[place], []
+    code = all_mutants()[bug.mutant].changed(without_comments("\n".join(lines)))
+    owner = bug.qualified_name.rpartition(".")[0]
+    code = _NOT_TAUGHT.sub("", code).replace("super()", f"super({owner}, self)")
+    [wrong] = ast.parse(code).body
+    assert isinstance(wrong, ast.FunctionDef)
+    needed = imports(bug, [wrong], own=[] if owner else [bug.function])
+    lines, body = code.splitlines(), wrong.body[0].lineno - 1
+    code = "\n".join([*lines[:body], *docstring, *lines[body:]])
+    if re.search(name := rf"(?<![\w.]){bug.function}\b", needed):  # a method has the name of what it calls
+        needed = re.sub(name, rf"{bug.function} as lessons_{bug.function}", needed)
+        code = re.sub(rf"(?<!def ){name}(?=\()", f"lessons_{bug.function}", code)
+    return "\n\n\n".join(filter(None, [needed, code]))
+
+
+def _wrong_function(bug: Bug) -> ast.FunctionDef:
+    """Return the tree of the wrong function."""
+    [wrong] = [n for n in ast.parse(_wrong_code(bug)).body if isinstance(n, ast.FunctionDef)]
+    return wrong
 
 
 def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | None:
@@ -249,29 +167,25 @@ def problem_of_bug(bug: Bug, tree: ast.Module, shown: str) -> tuple[str, str] | 
             f"{bug.symptom} {shown} is as it was: the mistake is still there. After a change, also a wrong "
             "one, the checker says what the lesson's tests find."
         )
-    if not any(isinstance(node, Definition) and node.name == bug.function for node in tree.body):
+    if not any(isinstance(node, ast.FunctionDef) and node.name == bug.function for node in tree.body):
         return "invalid", f"{shown} has no `{bug.function}`."
     return None
 
 
 def solution_of(bug: Bug) -> str:
-    """Return the mistake in a sentence, the lines that differ where they are few, and the lesson's code."""
-    source, right = lessons_definition(bug)
-    wrong = _wrong_definition(bug)
-    parts = [textwrap.fill(f"The mistake: {bug.mistake}", 108, initial_indent="# ", subsequent_indent="# ")]
-    if difflib.SequenceMatcher(None, _lines(wrong), _lines(right), autojunk=False).ratio() >= ALIKE:
-        changes = [f"#   {line}" for line in _changes(wrong, right)]
-        parts.append("\n".join(["# What to change (- wrong, + right):", *changes]))
-    return "\n#\n".join(parts) + "\n# The lesson's own code:\n\n" + source
+    """Return the mistake in a sentence, the lines that differ, and the lesson's code."""
+    mistake = textwrap.fill(f"The mistake: {bug.mistake}", 108, initial_indent="# ", subsequent_indent="# ")
+    changes = [f"#   {line}" for line in _changes(_wrong_function(bug), definition(bug, bug.target))]
+    parts = [mistake, "\n".join(["# What to change (- wrong, + right):", *changes])]
+    return "\n#\n".join(parts) + "\n# The lesson's own code:\n\n" + lessons_code(bug) + "\n"
 
 
-def _changes(wrong: Definition, right: Definition) -> list[str]:
+def _changes(wrong: ast.FunctionDef, right: ast.FunctionDef) -> list[str]:
     changes = list(difflib.unified_diff(_lines(wrong), _lines(right), n=0, lineterm=""))
     return [line.rstrip() for line in changes if not line.startswith(("---", "+++", "@@"))]
 
 
-def _lines(definition: Definition) -> list[str]:
-    """Return the lines of a definition's body, without its docstring and imports."""
-    body = definition.body[1:] if ast.get_docstring(definition) is not None else definition.body
-    statements = [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return [line for node in statements for line in ast.unparse(node).splitlines()]
+def _lines(function: ast.FunctionDef) -> list[str]:
+    """Return the lines of a function's body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return [line for node in body for line in ast.unparse(node).splitlines()]

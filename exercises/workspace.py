@@ -47,6 +47,13 @@ class Workspace:
     def file(self, exercise: Exercise) -> Path:
         return self.folder / exercise.file
 
+    def open(self, exercise: Exercise) -> Path:
+        """Return the learner's file, and make it if there is none yet."""
+        if not (file := self.file(exercise)).exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(generated(exercise))
+        return file
+
     def next_exercise(self) -> Exercise | None:
         """Return the first exercise that has not passed, or None after the last."""
         open_ones = (e for e in EXERCISES if not self.progress[e.name].has_passed)
@@ -83,14 +90,12 @@ class Workspace:
 
     def reset(self, exercise: Exercise) -> Path | None:
         """Generate the file again. Return the copy of what the learner wrote, or None if there is none."""
-        file, text = self.file(exercise), generated(exercise)
-        saved = None
-        if file.exists() and file.read_bytes() != text.encode():
+        file, saved = self.file(exercise), None
+        if file.exists() and file.read_bytes() != generated(exercise).encode():
             saved = self._free_name(exercise)
             saved.parent.mkdir(parents=True, exist_ok=True)
             file.replace(saved)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        self.open(exercise)
         self.progress[exercise.name] = Progress()
         self.save()
         return saved

@@ -45,7 +45,6 @@ def test_the_map_counts_the_exercises_of_each_lesson():
 
 
 @pytest.mark.parametrize("folder", ["comm", *LESSONS])
-def test_the_story_of_a_folder_links_each_of_its_exercises_once(folder: str):
-    linked = re.findall(r"\]\(\.\./exercises/([^)]+)\)", (ROOT / folder / "README.md").read_text())
-    files = [exercise.file for exercise in EXERCISES]
-    assert sorted(linked) == sorted(str(file) for file in files if file.parts[0] == folder)
+def test_the_story_of_a_folder_names_each_of_its_exercises(folder: str):
+    named = set(re.findall(r"`(\w+)`", (ROOT / folder / "README.md").read_text()))
+    assert {exercise.name for exercise in EXERCISES if exercise.file.parts[0] == folder} <= named

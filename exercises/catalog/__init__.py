@@ -1,29 +1,23 @@
 """List all exercises, in the order of the notebooks that teach them."""
 
 from exercises.catalog import (
-    buckets,
-    comm_around,
-    comm_patterns,
+    comm,
     context_parallel,
     data_parallel,
     expert_parallel,
     hybrid_parallel,
     pipeline_parallel,
-    pipeline_steps,
     tensor_parallel,
     zero,
 )
 from exercises.catalog.exercise import ROOT, Exercise, name_of
 
 LESSONS = (
-    comm_patterns,
+    comm,
     data_parallel,
-    comm_around,
-    buckets,
     zero,
     tensor_parallel,
     pipeline_parallel,
-    pipeline_steps,
     hybrid_parallel,
     context_parallel,
     expert_parallel,

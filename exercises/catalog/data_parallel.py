@@ -1,9 +1,17 @@
-"""Exercises of lesson 2, first part: every rank has a slice of the batch, and gradients are averaged."""
+"""Exercises of lesson 2: replicas average their gradients, later in buckets, while the backward computes."""
 
 from exercises.catalog.exercise import Exercise
 
 SAMPLER = "tests/data_parallel/test_sampler.py::"
 EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
+NARRATED = "tests/data_parallel/test_narrated.py::"
+BUCKETS = "tests/data_parallel/test_buckets.py::"
+OVERLAP = "tests/data_parallel/test_overlap.py::"
+
+SOME_USE = EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros"
+ANOTHER_ORDER = EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order"
+DOES_NOT_WAIT = OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
+IN_THE_BACKWARD = OVERLAP + "test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it"
 
 EXERCISES = (
     Exercise(
@@ -82,6 +90,189 @@ EXERCISES = (
             "backward at once.",
             "For each (x, y): loss = loss_of(model(x), y) / len(parts), then loss.backward(), then add "
             "loss.detach() to the total. A sum of losses that are not detached would keep all graphs alive.",
+        ),
+    ),
+    Exercise(
+        name="overlap_hooks",
+        title="All-reduces in the backward",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_overlap.OverlapDataParallel._launch",
+        also=("data_parallel.train_overlap.OverlapDataParallel.finish_gradient_sync",),
+        tests=(
+            NARRATED + "test_overlap_equals_one_process",
+            EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+            SOME_USE,
+            EQUIVALENCE + "test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too",
+            DOES_NOT_WAIT,
+            EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
+        ),
+        difficulty=2,
+        minutes=25,
+        needs=("naive_gradient_sync",),
+        doc="""
+            Start to average the gradient of a parameter, and return while it travels.
+
+            A hook calls this in the backward when the gradient is complete, and finish_gradient_sync for a
+            parameter that this rank did not use: then it contributes zeros. Append the handle of the
+            all-reduce to the list `self._in_flight`. When the message has arrived, the gradient must be the
+            mean over the ranks of `self.group`. `span` only notes the launch in a trace; you may leave it
+            out.
+        """,
+        docs={
+            "finish_gradient_sync": """
+                Start the all-reduces that no hook has started, and wait for all of them.
+
+                `self._to_launch` is a deque of the parameters that have not been launched, in the order of
+                the launches. At the end call `self._expect_gradients()`, which prepares for the next
+                backward.
+            """,
+        },
+        helps=("self.pattern: str | None\n    The pattern of the collective.",),
+        hints=(
+            "With async_op=True, all_reduce returns at once with a handle, and handle.wait() waits for the "
+            "end. A hook that waits stops the backward: then nothing is hidden.",
+            "In _launch give a parameter without a gradient one of zeros: another rank may have used it, and "
+            "all ranks must call all_reduce for the same parameters.",
+            "In finish_gradient_sync launch self._to_launch.popleft() until the deque is empty. Then wait "
+            "for each handle of self._in_flight.",
+        ),
+    ),
+    Exercise(
+        name="launch_order",
+        title="One order on all ranks",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_overlap.OverlapDataParallel._on_gradient",
+        tests=(
+            NARRATED + "test_overlap_equals_one_process",
+            ANOTHER_ORDER,
+            SOME_USE,
+            OVERLAP
+            + "test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch",
+            IN_THE_BACKWARD,
+            "tests/data_parallel/test_refusals.py::test_a_second_backward_before_finish_gradient_sync_is_refused",
+        ),
+        difficulty=2,
+        minutes=20,
+        needs=("overlap_hooks",),
+        doc="""
+            Run as a hook in the backward: the gradient of `parameter` holds the sum over microbatches.
+
+            Ranks pair their all-reduces by the order of the calls, so all ranks must launch the parameters of
+            `self._to_launch`, a deque, in its order, each once and as early as possible.
+            `self._launch(parameter)` launches one, and the set `self._complete` is yours. Return at once if
+            `self._guard.gradient_of(parameter)` is None, or if `self._guard.is_synchronising` is False: then
+            this is not the last microbatch.
+        """,
+        hints=(
+            "A gradient that is complete early waits for all those before it. Which parameter is the next "
+            "one to be launched?",
+            "The next one is self._to_launch[0]. One call of the hook may launch several parameters, or "
+            "none.",
+            "Add the parameter to self._complete. While there are parameters to launch, and the first of "
+            "them is complete, launch self._to_launch.popleft().",
+        ),
+    ),
+    Exercise(
+        name="bucket_layout",
+        title="Which gradients share a bucket",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_bucket_overlap.fill",
+        tests=(
+            BUCKETS + "test_a_bucket_is_closed_when_it_reaches_its_cap_and_the_first_cap_is_separate",
+            BUCKETS + "test_a_parameter_larger_than_the_cap_closes_its_bucket",
+            BUCKETS + "test_buckets_keep_the_order_have_one_dtype_each_and_are_filled_up_to_their_caps",
+        ),
+        difficulty=2,
+        minutes=20,
+        hints=(
+            "Go through the parameters in order. Each goes into the last bucket, unless a new bucket must "
+            "begin first. There are three reasons to begin one.",
+            "A new bucket begins with the first parameter, when the last bucket has reached its cap, and "
+            "when the dtype differs from that of the parameter before. A bucket is not closed because the "
+            "next parameter would not fit.",
+            "Keep the bytes that are left in the last bucket: begin with MIB * first_mb for the first bucket "
+            "and MIB * bucket_mb for each later one, and subtract parameter.nbytes. The bucket is full when "
+            "this is 0 or less.",
+        ),
+    ),
+    Exercise(
+        name="bucket_views",
+        title="Gradients that live in buckets",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_bucket_overlap.Bucket.__init__",
+        also=("data_parallel.train_bucket_overlap.Bucket.move_in",),
+        tests=(
+            NARRATED + "test_bucket_overlap_equals_one_process",
+            BUCKETS + "test_gradients_are_views_of_the_buckets_however_they_are_zeroed",
+            BUCKETS + "test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied",
+            BUCKETS + "test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros",
+            EQUIVALENCE + "test_a_fused_optimizer_trains_a_model_in_channels_last_as_on_one_process",
+        ),
+        difficulty=2,
+        minutes=25,
+        needs=("bucket_layout",),
+        doc="""
+            Make a flat tensor of zeros, with a place for the gradient of each parameter.
+
+            Set `self.flat`; `self.views`, a dict from each parameter to the view of its place, with the shape
+            of the parameter and the strides that autograd gives to its gradient, which are those of
+            torch.empty_like(parameter); and `self.missing`, a set of all parameters. All parameters have one
+            dtype and device.
+        """,
+        docs={
+            "move_in": """
+                Make the parameter's gradient the view of its place in this bucket, with the gradient's
+                values.
+
+                Do not copy a gradient that is that view already. A gradient that this rank does not have is
+                zero.
+            """,
+        },
+        hints=(
+            "tensor.split(sizes) returns views, one for each size, and view.as_strided(shape, strides) shows "
+            "the same memory in another form. Nothing is copied: who writes to a view, writes to the bucket.",
+            "After zero_grad() a parameter's grad is None, so autograd makes a new tensor, which has to be "
+            "copied into its place. After zero_grad(set_to_none=False) the grad is still the view. `is` "
+            "tells the two apart.",
+            "In move_in: if grad is None, view.zero_(). Otherwise, if grad is not the view, "
+            "view.copy_(grad). In the end parameter.grad = view.",
+        ),
+    ),
+    Exercise(
+        name="bucket_launch",
+        title="Launching complete buckets",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient",
+        tests=(
+            NARRATED + "test_bucket_overlap_equals_one_process",
+            ANOTHER_ORDER,
+            SOME_USE,
+            OVERLAP
+            + "test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch",
+            IN_THE_BACKWARD,
+            EQUIVALENCE + "test_gradients_of_zero_bubble_stages_are_averaged_over_their_replicas",
+        ),
+        difficulty=3,
+        minutes=25,
+        needs=("bucket_views", "launch_order"),
+        doc="""
+            Run as a hook when a backward has added its gradient of this parameter.
+
+            Return if `self._guard.gradient_of(parameter)` is None. `self._bucket_of` has the bucket of each
+            parameter, and its set `missing` the parameters whose gradients are not there. Move the gradient
+            into the bucket. If `self._guard.is_synchronising`, launch what can be launched: `self._to_launch`
+            is a deque of the buckets that are left, in order, and `self._launch(bucket)` launches one.
+        """,
+        helps=(
+            "bucket.move_in(parameter)\n    Make the gradient a view of this bucket, zero if it is missing.",
+        ),
+        hints=(
+            "A bucket is complete when none of its parameters is missing. Which other buckets must have "
+            "been launched before it?",
+            "Move the gradient in with bucket.move_in(parameter), in all microbatches. Outside of the last "
+            "one nothing is removed from bucket.missing, and nothing launched.",
+            "Remove the parameter from bucket.missing. Then launch self._to_launch.popleft() as long as the "
+            "first bucket that is left has nothing missing.",
         ),
     ),
 )

@@ -22,7 +22,7 @@ class Exercise:
     beyond correctness (exercises/checker/targets.py), which is measured when all tests have passed.
 
     `notebook` is the notebook to read first. The exercise's file lists the functions and classes that the
-    lesson's code uses (exercises/helpers.py), and `helps`: what it uses of objects and no docstring explains.
+    lesson's code uses (lesson_source.py), and `helps`: what it uses of objects and no docstring explains.
     """
 
     name: str

@@ -66,17 +66,12 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 
 
 def _plain(one: Compared) -> str | None:
-    got, expected = one.pairs[""]
-    if one.message.startswith("("):  # a case, such as (5, 1, 'pad')
-        return f"in the case {one.message} {_expectation(one)}"
-    if one.message.startswith(("{", "[")):
-        return f"{_expectation(one)}: {one.message}"
-    if len(one.message.split()) in (1, 2):  # it only names a case, such as a wrapper
-        return f"{one.message}: {_expectation(one)}"
-    if one.message:
-        is_complete = not one.operator or _NAMES_VALUES.search(one.message)
-        return one.message if is_complete else f"{one.message}{_pair(got, expected)}"
-    return _expectation(one)
+    """Return what a plain assertion expects, and its message: a sentence, or the name of a case."""
+    is_sentence = one.message[:1].isalpha() and len(one.message.split()) > 2
+    if not is_sentence:
+        return f"{one.message}: {_expectation(one)}" if one.message else _expectation(one)
+    is_complete = not one.operator or _NAMES_VALUES.search(one.message)
+    return one.message if is_complete else f"{one.message}{_pair(*one.pairs[''])}"
 
 
 def _expectation(one: Compared) -> str:

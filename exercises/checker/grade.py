@@ -4,7 +4,6 @@ A grade ends in one sentence, whatever the learner's code does: it may be missin
 signature, fail, hang or kill its process.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -61,32 +60,7 @@ def grade(exercise: Exercise, file: Path) -> Grade:
     if (problem := problem_of(exercise, file)) is not None:
         state, sentence = problem
         return Grade(exercise.name, state, sentence, failed=exercise.tests)
-    result = judge(exercise, file)
-    return excused(exercise, result) if isinstance(exercise, Bug) else result
-
-
-def excused(bug: Bug, result: Grade) -> Grade:
-    """Return the grade without the tests that the wrong implementation failed for other reasons.
-
-    It may be shorter than the lesson's, and lack what has nothing to do with the mistake.
-    """
-    others = tuple(test for test in result.failed if test != bug.tests[0])
-    if bug.tests[0] in result.failed or not others:
-        return result
-    with tempfile.TemporaryDirectory(prefix="bug-") as folder:
-        file = Path(folder, f"{bug.name}.py")
-        file.write_text(bug.own_file())
-        before = judge(dataclasses.replace(bug, tests=others), file)
-    if broken := tuple(test for test in others if test in before.passed):
-        return dataclasses.replace(result, failed=broken)
-    named = " and ".join(f'"{name_of(test)}"' for test in others)
-    verb = "fails as it" if len(others) == 1 else "fail as they"
-    sentence = (
-        f"The mistake that was looked for is mended: {_agreement(result.passed)}. {named} {verb} did before: "
-        "either the lesson's function does more than this file, which is not asked for, or the mistake is "
-        "also in another line."
-    )
-    return Grade(bug.name, PASSED, sentence, result.passed)
+    return judge(exercise, file)
 
 
 def judge(exercise: Exercise, file: Path) -> Grade:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from exercises.catalog import Exercise, name_of
 from exercises.find_the_bug import Bug, problem_of_bug
-from exercises.generate import definition, generated, missing
+from exercises.generate import generated, missing
+from exercises.lesson_source import definition, without_annotations
 from exercises.names import typed
 
 
@@ -15,8 +16,8 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
     try:
         tree = ast.parse(file.read_text())
     except FileNotFoundError:
-        again = f"`{typed(f'reset {exercise.name}')}`"
-        return "invalid", f"There is no file {shown(file)}; {again} makes it again."
+        begin = f"`{typed(f'watch {exercise.name}')}`"
+        return "unsolved", f"There is no file {shown(file)}; {begin} makes it."
     except (OSError, UnicodeDecodeError) as error:
         return "invalid", f"{shown(file)} cannot be read: {error}."
     except (SyntaxError, ValueError) as error:
@@ -27,14 +28,13 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
         return problem_of_bug(exercise, tree, shown(file))
     written = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
     stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)}
-    lesson = ast.parse(exercise.lesson.read_text())
     for target in exercise.targets:
         name = name_of(target)
         if name not in written:
             return "invalid", f"{shown(file)} has no function `{name}`."
         if _body(written[name]) == _body(stubs[name]):
             return "unsolved", missing(exercise, target)
-        expected = definition(lesson, exercise, target)
+        expected = definition(exercise, target)
         if _parameters(written[name]) != _parameters(expected):
             wanted, got = _signature(expected), _signature(written[name])
             return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
@@ -55,16 +55,8 @@ def _body(function: ast.FunctionDef) -> list[str]:
 
 def _parameters(function: ast.FunctionDef) -> str:
     """Return the parameters with their defaults; annotations do not matter."""
-    return ast.dump(_without_annotations(function.args))
+    return ast.dump(without_annotations(function.args))
 
 
 def _signature(function: ast.FunctionDef) -> str:
-    return f"`{function.name}({ast.unparse(_without_annotations(function.args))})`"
-
-
-def _without_annotations(arguments: ast.arguments) -> ast.arguments:
-    copy = ast.parse(f"def f({ast.unparse(arguments)}): ...").body[0].args
-    for node in ast.walk(copy):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    return copy
+    return f"`{function.name}({ast.unparse(without_annotations(function.args))})`"

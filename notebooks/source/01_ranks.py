@@ -470,9 +470,9 @@ seen.compare(len(set().union(*pull("share").values())))
 #
 # ## Exercises
 #
-# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. Edit
-#    [exercises/data_parallel/sampler.py](../exercises/data_parallel/sampler.py) and run `make exercises ARGS='check
-#    sampler'`. Or write the function in a cell below, and let `check` put it into the lesson on real ranks:
+# 1. Write the sampler yourself: the exercise `sampler`, 20 minutes. `make exercises ARGS='watch sampler'` makes
+#    the file `exercises/data_parallel/sampler.py`, and grades it whenever you save it.
+#    Or write the function in a cell below, and let `check` put it into the lesson on real ranks:
 #    ```python
 #    from exercises.notebook import check
 #

@@ -521,7 +521,7 @@ real_link.compare(loopback["auto", 1_000_000] / predicted("ring", 1_000_000, 8, 
 # ## Exercises
 #
 # 1. Write the formulas: the exercise `predicted_seconds`
-#    ([exercises/comm/predicted_seconds.py](../exercises/comm/predicted_seconds.py), 40 minutes). Check it with `make
+#    (`exercises/comm/predicted_seconds.py`, 40 minutes). Check it with `make
 #    exercises ARGS='check predicted_seconds'`, or in a cell:
 #    ```python
 #    from exercises.notebook import check

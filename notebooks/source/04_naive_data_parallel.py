@@ -592,10 +592,10 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    ```
 #
 # 2. **`naive_gradient_sync`** (15 minutes): average the gradients, also where some ranks did not use a parameter. The
-#    file is [naive_gradient_sync.py](../exercises/data_parallel/naive_gradient_sync.py), and `make exercises
+#    file is `exercises/data_parallel/naive_gradient_sync.py`, and `make exercises
 #    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
 # 3. **`sampler`** (20 minutes), if you have not written it after notebook 01: give each rank its share of the examples,
-#    in each epoch another one. The file is [sampler.py](../exercises/data_parallel/sampler.py).
+#    in each epoch another one. The file is `exercises/data_parallel/sampler.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_naive_8af'` makes a file with a wrong implementation, whose symptom is
 # "training hangs when only some ranks use a parameter". Find the line and mend it. Here, in a cell, that is `from

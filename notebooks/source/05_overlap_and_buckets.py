@@ -589,7 +589,7 @@ parallel.finish_gradient_sync()
 # ## Exercises
 #
 # 1. **`overlap_hooks`** (25 minutes): the launch in the hook, and the wait at the end, with unused parameters and
-#    microbatches: [overlap_hooks.py](../exercises/data_parallel/overlap_hooks.py). `make exercises ARGS='watch
+#    microbatches: `exercises/data_parallel/overlap_hooks.py`. `make exercises ARGS='watch
 #    overlap_hooks'` grades it whenever you save it; one of its tests notices a hook that waits.
 # 2. **`launch_order`** (20 minutes): launch in the agreed order, each gradient as early as possible. Write the hook in a
 #    cell, and let the lesson's tests grade it on real ranks:
@@ -608,8 +608,8 @@ parallel.finish_gradient_sync()
 #    ```
 #
 # 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (25 minutes): gradients that live in buckets,
-#    and leave when the bucket is complete: [bucket_views.py](../exercises/data_parallel/bucket_views.py),
-#    [bucket_launch.py](../exercises/data_parallel/bucket_launch.py).
+#    and leave when the bucket is complete: `exercises/data_parallel/bucket_views.py`,
+#    `exercises/data_parallel/bucket_launch.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_overlap_047'` makes a file with a wrong implementation, whose symptom is
 # "with accumulation replicas drift apart". Find the line and correct it. `bug_bucket_overlap_b12` is harder: "replicas

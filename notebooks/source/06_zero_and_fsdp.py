@@ -649,10 +649,10 @@ print({name: f"{number} forwards of blocks" for name, number in forwards.items()
 # Each has a file, and `make exercises ARGS='watch zero1'` grades it with the lesson's own tests whenever you save it.
 #
 # 1. **`memory_formulas`** (20 minutes): what a rank holds at each stage, to the byte:
-#    [memory_formulas.py](../exercises/zero/memory_formulas.py).
+#    `exercises/zero/memory_formulas.py`.
 # 2. **`zero1`** (35 minutes): what you did by hand with 8 weights, for any model:
-#    [zero1.py](../exercises/zero/zero1.py). **`zero2`** (45 minutes) goes on from there.
-# 3. **`zero3`** (45 minutes, hard): gather, use, free: [zero3.py](../exercises/zero/zero3.py).
+#    `exercises/zero/zero1.py`. **`zero2`** (45 minutes) goes on from there.
+# 3. **`zero3`** (45 minutes, hard): gather, use, free: `exercises/zero/zero3.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is
 # "stage 2 needs as much memory as stage 1". Find the line and mend it.

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from exercises.catalog import EXERCISES, ROOT, Exercise
+from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.catalog.exercise import LESSON_PACKAGES
 from exercises.checker.plugin import load
+from exercises.find_the_bug import bugs, implementation
 from exercises.generate import generated, missing
-from exercises.mutants import Mutant, all_mutants
+from exercises.mutants import all_mutants
 from lab.replace import apply, replaced
 from tests.exercises.in_process import run_tests, solved
 
@@ -22,14 +23,13 @@ EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exerc
 
 @pytest.fixture(scope="module")
 def workbook(tmp_path_factory) -> Path:
-    """A learner's copy of the workbook, in which no exercise is solved."""
+    """A learner's copy of the workbook, in which no exercise has been begun."""
     copy = tmp_path_factory.mktemp("learner")
     for folder in (*LESSON_PACKAGES, "exercises", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", ".progress*", ".saved", "bugs")
+        begun = {exercise.file.parts[0] for exercise in EXERCISES} if folder == "exercises" else ()
+        ignored = shutil.ignore_patterns("__pycache__", ".progress*", ".saved", "bugs", *begun)
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", copy)
-    for exercise in EXERCISES:
-        (copy / "exercises" / exercise.file).write_text(generated(exercise))
     return copy
 
 
@@ -56,7 +56,7 @@ def test_it_fails_untouched_and_passes_with_the_lessons_code(workbook, exercise)
     after = run(workbook, "exercises", "check", exercise.name)
     assert after.returncode == 0, after.stdout
     assert after.stdout.startswith(f"{exercise.name}: passed  {exercise.title} is right: ")
-    file.write_text(generated(exercise))
+    file.unlink()
 
 
 @EACH
@@ -69,45 +69,58 @@ def test_each_of_its_tests_fails_without_the_learners_function(exercise, tmp_pat
             assert error is not None, f"{test} passes without the learner's function"
 
 
-def has_the_killer(exercise: Exercise, mutant: Mutant) -> bool:
-    module, _, test = mutant.killer.rpartition(".")
-    return f"{module.replace('.', '/')}.py::{test}" in exercise.tests
-
-
 # If an exercise's tests include the mutant's killer, tests/test_mutants.py has shown that it fails.
 WRONG = [
     (exercise, mutant)
     for exercise in EXERCISES
     for mutant in all_mutants().values()
-    if mutant.target in exercise.targets and not has_the_killer(exercise, mutant)
+    if mutant.target in exercise.targets and mutant.killer not in exercise.tests
 ]
 
 
 @pytest.mark.parametrize("exercise, mutant", WRONG, ids=[mutant.name for _, mutant in WRONG])
 def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant):
-    with replaced(mutant.target, mutant.implementation):
+    with replaced(mutant.target, implementation(mutant)):
         _, error = run_tests(exercise)
     assert error is not None
 
 
 def test_a_passed_exercise_is_listed_as_passed(workbook):
     first = EXERCISES[0]
-    (workbook / "exercises" / first.file).write_text(solved(first))
+    file = workbook / "exercises" / first.file
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(solved(first))
     run(workbook, "exercises", "check", first.name)
     listed = json.loads(run(workbook, "exercises", "list", "--json").stdout)["exercises"]
     assert {row["name"]: row["state"] for row in listed}[first.name] == "passed"
-    (workbook / "exercises" / first.file).write_text(generated(first))
+    file.unlink()
 
 
-def test_pytest_grades_each_exercise_alone_by_its_marker(workbook):
-    outcomes = workbook / "outcomes.json"
-    names = [exercise.name for exercise in EXERCISES]
-    done = run(workbook, "tests.exercises.end_to_end.grade_alone", str(outcomes), *names)
-    assert done.returncode == 0, done.stdout
-    found = {one["name"]: one for one in json.loads(outcomes.read_text())}
-    for exercise in EXERCISES:
-        outcome = found[exercise.name]
-        assert outcome["exit_code"] == 1
-        [row] = outcome["exercises"]
-        assert (row["name"], row["state"], row["credit"]) == (exercise.name, "unsolved", 0.0)
-        assert (row["passed"], row["failed"]) == ([], list(exercise.tests))
+def graded_by_pytest(workbook: Path, *options: str) -> tuple[list[dict], str]:
+    """Return the rows of the report and the output of `pytest exercises`, which fails here."""
+    report = workbook / "report.json"
+    done = run(workbook, "pytest", "exercises", "--exercise-report", str(report), *options)
+    assert done.returncode == 1, done.stdout
+    return json.loads(report.read_text())["exercises"], done.stdout
+
+
+def test_pytest_grades_all_exercises_or_those_with_a_marker_also_those_without_a_file(workbook):
+    bug = next(bug for bug in bugs() if bug.target.startswith("pipeline_parallel."))
+    (workbook / "exercises" / bug.file).parent.mkdir()
+    (workbook / "exercises" / bug.file).write_text(bug.own_file())
+    pipelines = [one for one in EXERCISES if one.file.parts[0] == "pipeline_parallel"]
+    for options, chosen in ((), [*EXERCISES, bug]), (("-m", "pipeline_parallel"), pipelines):
+        rows, _ = graded_by_pytest(workbook, *options)
+        expected = [(one.name, "unsolved", 0.0, list(one.tests)) for one in chosen]
+        assert [(row["name"], row["state"], row["credit"], row["failed"]) for row in rows] == expected
+
+
+def test_pytest_gives_what_was_handed_in_partial_credit_and_shows_the_wrong_cell(workbook, tmp_path):
+    gpipe = BY_NAME["pipeline_gpipe"]
+    backwards = "return [row[: len(row) // 2] + row[: len(row) // 2 - 1 : -1] for row in table]"
+    (tmp_path / gpipe.file).parent.mkdir()
+    (tmp_path / gpipe.file).write_text(solved(gpipe).replace("return table", backwards))
+    rows, out = graded_by_pytest(workbook, "-m", gpipe.name, "--submission", str(tmp_path))
+    assert [(row["state"], row["credit"]) for row in rows] == [("failed", 0.5)]
+    assert "0.50  pipeline_gpipe: 1 of 2 tests" in out
+    assert "gpipe(2, 2), rank 0, slot 2: 0B0 is expected, but the row has 0B1 there." in out
