@@ -13,19 +13,20 @@ take time, or ranks that share a core. `compared.png` has the measured step abov
 """
 
 import dataclasses
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import tyro
 
-from lab.trace.gantt import draw_panels
-from lab.trace.makespan import bubble, makespan
+from lab.trace.gantt import Event, draw_panels
+from lab.trace.makespan import bubble, makespan, steps_of
 from lab.units import show_seconds
-from pipeline_parallel.actions import num_microbatches, placement
+from pipeline_parallel.actions import Action, Table, num_microbatches, placement
 from pipeline_parallel.analysis import theory
-from pipeline_parallel.analysis.from_events import costs, median_step, name_of, steps_of_trace, table_from
 from pipeline_parallel.analysis.page import write_page
-from pipeline_parallel.analysis.simulate import simulate
-from pipeline_parallel.schedules import stages_per_rank
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +37,48 @@ class Args:
     """Folder of the trace: the run's --trace."""
 
 
+def table_from(step: Iterable[Event]) -> Table:
+    """Return the table that the ranks have run in a step."""
+    table: Table = []
+    for event in sorted(step, key=lambda event: event.start_ns):
+        table += [[] for _ in range(event.rank + 1 - len(table))]
+        table[event.rank].append(Action(event.args["action"], event.args["microbatch"], event.args["stage"]))
+    return table
+
+
+def name_of(table: Table) -> str | None:
+    """Return the name of the schedule that makes this table; None if there is none."""
+    ranks, microbatches, chunks = len(table), num_microbatches(table), len(placement(table)) // len(table)
+    return next((name for name in SCHEDULES if table_of(name, ranks, microbatches, chunks) == table), None)
+
+
+def steps_of_trace(path: Path) -> list[list[Event]]:
+    """Return the actions of each step of a `trace.json`, the fastest first; times are those of the trace."""
+    rows = json.loads(path.read_text())["traceEvents"]
+    ranks = {row["pid"]: int(row["args"]["name"].split()[1]) for row in rows if row["name"] == "process_name"}
+    actions = [
+        Event(
+            row["name"], row["cat"], round(row["ts"] * 1000), round(row["dur"] * 1000), args=row["args"],
+            rank=ranks[row["pid"]],
+        )
+        for row in rows
+        if "action" in row["args"]
+    ]  # fmt: skip
+    return sorted(steps_of(actions), key=makespan)
+
+
 def main(args: Args) -> None:
     if not (args.folder / "trace.json").is_file():
         raise SystemExit(f"{args.folder} has no trace.json: give the folder that the run's --trace named.")
     steps = steps_of_trace(args.folder / "trace.json")
     if not steps:
         raise SystemExit(f"{args.folder / 'trace.json'} has no actions of a pipeline.")
-    step = median_step(steps)
+    step = steps[(len(steps) - 1) // 2]
     table = table_from(step)
     name, ranks, stages = name_of(table), len(table), len(placement(table))
-    measured_costs = costs([event for each in steps for event in each], stages)
-    simulation = simulate(table, measured_costs)
-    of_rank = [
-        sum(each) / ranks
-        for each in (measured_costs.forward, measured_costs.input_gradient, measured_costs.weight_gradient)
-    ]
+    costs = Costs.measured([event for each in steps for event in each], stages)
+    simulation = simulate(table, costs)
+    of_rank = [sum(each) / ranks for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]
     if name is not None and theory.idle(name, ranks, 1, 1, *of_rank) is None:  # ZB-V: for f = i = w alone
         of_rank = [sum(of_rank) / 3] * 3
     regular = (

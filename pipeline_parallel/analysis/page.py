@@ -33,7 +33,6 @@ from pipeline_parallel.actions import (
     num_microbatches,
     placement,
 )
-from pipeline_parallel.analysis import from_events
 from pipeline_parallel.analysis.simulate import Costs, Simulation, TimedAction, simulate
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 
@@ -136,7 +135,7 @@ def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
             TimedAction(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9)
         )
     table = [[timed.action for timed in row] for row in rows]
-    again = simulate(table, from_events.costs(events, len(placement(table))))
+    again = simulate(table, Costs.measured(events, len(placement(table))))
     title, _ = TITLES.get(label, (label, ""))
     for what, run, idea in (
         ("measured", Simulation(rows), "what happened, in seconds"),

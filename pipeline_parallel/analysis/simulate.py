@@ -18,8 +18,10 @@ for the regular cases. The simulator looks at each action a constant number of t
 take seconds.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from comm.cost import Link
@@ -51,6 +53,17 @@ class Costs:
     def equal(cls, stages: int, forward: float, input_gradient: float, weight_gradient: float) -> "Costs":
         """Return the same seconds for each of `stages` stages."""
         return cls((forward,) * stages, (input_gradient,) * stages, (weight_gradient,) * stages)
+
+    @classmethod
+    def measured(cls, events: Iterable[Event], stages: int) -> "Costs":
+        """Return the median seconds of actions that ran. Half of a backward counts for each gradient."""
+        seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        for event in events:
+            kind, stage = event.args["action"], event.args["stage"]
+            for half in (INPUT_GRADIENT, WEIGHT_GRADIENT) if kind == BACKWARD else (kind,):
+                seconds[half, stage].append(event.duration_ns / (2e9 if kind == BACKWARD else 1e9))
+        kinds = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+        return cls(*(tuple(median(seconds[kind, s]) for s in range(stages)) for kind in kinds))
 
     def seconds(self, action: Action) -> float:
         """Return how long the action takes."""

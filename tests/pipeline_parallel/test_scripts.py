@@ -13,7 +13,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import forked, run_ranks
 from lab.trace.gantt import Event
 from lab.trace.makespan import makespan, microbatches_held
-from pipeline_parallel.analysis import compare, from_events, theory
+from pipeline_parallel.analysis import compare, theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 from pipeline_parallel.train_zero_bubble import ZeroBubbleArgs
@@ -101,9 +101,9 @@ def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
         table = table_of(name, 2, 4)
         used = costs if stages == 2 else Costs.equal(4, 1.0, 2.0, 2.0)
         events: list[Event] = simulate(table, used).events()
-        assert from_events.table_from(events) == table
-        assert from_events.name_of(table) == name
-        assert from_events.costs(events, stages) == used
+        assert compare.table_from(events) == table
+        assert compare.name_of(table) == name
+        assert Costs.measured(events, stages) == used
         assert makespan(events) == simulate(table, used).makespan
         assert [microbatches_held(events, rank) for rank in range(2)] == simulate(table, used).peak_held
 
