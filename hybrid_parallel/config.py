@@ -27,13 +27,7 @@ import yaml
 
 from comm.script import command_line
 from comm.wire import slow_link
-from hybrid_parallel.arguments import (
-    HybridArgs,
-    Pattern,
-    microbatches_for,
-    model_of,
-    sizes_of,
-)
+from hybrid_parallel.arguments import HybridArgs, Pattern, model_of, sizes_of
 from hybrid_parallel.mesh import AXES
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError, reason
@@ -83,25 +77,22 @@ def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None)
     With `sharding_strategy: auto`, `choose` is called. Without it the sizes stay open.
     """
     settings = Settings(path, overrides)
-    number = settings.number("num_gpus", None, MAX_PROCESSES)
-    batch_size = settings.number("batch_size", BATCH_SIZE, MAX_BATCH)
-    auto = settings.values.get("sharding_strategy") == "auto"
-    options = {name: value for name, value in settings.values.items() if name in OPTIONS}
-    options = {name: value for name, value in options.items() if value is not None}
-    for axis in AXES:
-        if (size := options.get(axis, 1)) is not False and size < 1:
-            raise settings.error(f"{axis} is {size}; it must be at least 1.", axis)
-    options = _without_open_sizes(options) if auto else _with_all_sizes(settings, options, number, batch_size)
-    examples = batch_size * (number if auto else options["data"])
-    if examples > MAX_BATCH:
-        raise settings.error(
-            f"batch_size is {batch_size} per device, which makes {examples} examples in a step; there can be "
-            f"at most {MAX_BATCH}.",
-            *("batch_size", "num_gpus", "data"),
-        )
-    args = HybridArgs(**options | {"batch_size": examples})
-    given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
     try:
+        number = settings.number("num_gpus", None, MAX_PROCESSES)
+        batch_size = settings.number("batch_size", BATCH_SIZE, MAX_BATCH)
+        auto = settings.values.get("sharding_strategy") == "auto"
+        options = {
+            name: value for name, value in settings.values.items() if name in OPTIONS and value is not None
+        }
+        for axis in AXES:
+            if (size := options.get(axis, 1)) is not False and size < 1:
+                raise WorkbookError(f"{axis} is {size}; it must be at least 1.")
+        options = _without_open_sizes(options) if auto else _with_numbers(options, number)
+        replicas = number if auto else sizes_of(HybridArgs(**options), number).data
+        args = HybridArgs(**options | {"batch_size": batch_size * replicas})
+        if not auto:
+            args = dataclasses.replace(args, **dataclasses.asdict(sizes_of(args, number)))
+        given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
         validate_arguments(args, args.data or 1, args.model)
         if args.link is not None:
             slow_link.parse(args.link)
@@ -123,34 +114,20 @@ def _without_open_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: off[name] if name in off and value is False else value for name, value in kept.items()}
 
 
-def _with_all_sizes(
-    settings: "Settings", options: Mapping[str, Any], number: int, batch_size: int
-) -> dict[str, Any]:
-    """Return the options with all sizes. Raise WorkbookError if no product of the axes can be `number`."""
-    tensor, context, data = options.get("tensor", 1), options.get("context", 1), options.get("data")
-    pipeline = options.get("pipeline", 1)
+def _with_numbers(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the options with numbers for True and False. Raise WorkbookError without a second stage."""
+    pipeline, zero, data = options.get("pipeline", 1), options.get("zero", 0), options.get("data")
     if pipeline is True:  # what `data` leaves, or without it the least divisor above 1
-        left = number // (tensor * context * (data or 1))
+        left = number // (options.get("tensor", 1) * options.get("context", 1) * (data or 1))
         if left < 2:
-            raise settings.error(
-                "pipeline_parallelism is True, but there is no process for a second stage; give it False, or "
-                "a larger num_gpus.",
-                *("pipeline", "num_gpus", "data", "context", "tensor"),
+            raise WorkbookError(
+                "pipeline_parallelism is True, but num_gpus leaves no process for a second stage; give it "
+                "False, or a larger num_gpus."
             )
         pipeline = left if data is not None else next(n for n in range(2, left + 1) if left % n == 0)
     pipeline = int(pipeline) or 1  # False is 1
-    others = pipeline * context * tensor * (data or 1)
-    if number % others or (data is not None and others != number):
-        sizes = {"pipeline": pipeline, "data": data or "?", "context": context, "tensor": tensor}
-        shown = [f"{size} ({axis})" for axis, size in sizes.items() if axis != "context" or size != 1]
-        sentence = (
-            f"{number} processes cannot be {' x '.join(shown)}; the product of the axes must be num_gpus."
-        )
-        raise settings.blame(WorkbookError(sentence))
-    zero = options.get("zero", 0)
     zero = (1 if pipeline > 1 else 2) if zero is True else int(zero)
-    sizes = {"pipeline": pipeline, "data": data or number // others, "tensor": tensor, "zero": zero}
-    return {"microbatches": microbatches_for(batch_size, pipeline)} | dict(options) | sizes
+    return dict(options) | {"pipeline": pipeline, "zero": zero}
 
 
 def read_command_line(words: Sequence[str], world_size: int, choose: Choose | None = None) -> HybridArgs:
@@ -187,7 +164,7 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Holds a key, what is written as its value, and where: "line 4", or "--tensor" on the command line."""
+    """Holds a key, what is written as its value, and where: "c.yaml, line 4", or "--tensor"."""
 
     key: str
     text: str
@@ -199,107 +176,86 @@ class Entry:
         is_kind = self.key == "model" and self.text in ("gpt", "mlp")
         return "model" if is_kind else FIELDS.get(self.key, self.key)
 
+    @property
+    def value(self) -> Any:
+        """Return the value as the type of the key. Raise WorkbookError if the text is none of it."""
+        if self.key not in KEYS:
+            near = difflib.get_close_matches(re.sub(r"\W", "_", self.key.lower()), KEYS, n=1)
+            help_ = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}."
+            raise WorkbookError(f"{self.place}: there is no key {self.key[:40]!r}; {help_}")
+        for kind in kinds_of(KEYS[self.key]):
+            if (found := read_as(self.text, kind)) is not None:
+                return found[0]
+        shown = repr(self.text[:40]) if self.text else "empty"
+        raise WorkbookError(f"{self.place}: {self.key} is {shown}; it must be {allowed(KEYS[self.key])}.")
+
 
 class Settings:
-    """Holds the entries of a file and of a command line by what they set, and their values."""
+    """Holds the entries of a file and of a command line by the options that they set, and their values."""
 
     def __init__(self, path: str, overrides: Sequence[str]) -> None:
         self._path = path
-        in_file, self._last_line = read_file(path)
-        on_command_line = read_overrides(overrides)
         self._entries: dict[str, Entry] = {}
-        for entry in in_file:
-            validate_key(entry.key, f"{path}, {entry.place}")
-            same_key = (e for e in self._entries.values() if e.key == entry.key)
-            if (first := self._entries.get(entry.field) or next(same_key, None)) is not None:
-                same = f"means the same as {first.key}" if first.key != entry.key else "is given already"
+        for entry in read_file(path):
+            if (first := self._entries.get(entry.field)) is not None:
                 raise WorkbookError(
-                    f"{path}, {entry.place}: {entry.key} {same} in {first.place}; keep one of the two."
+                    f"{entry.place}: {entry.field} is given already, by {first.key} in line "
+                    f"{first.place.rpartition(' ')[2]}; keep one of the two."
                 )
             self._entries[entry.field] = entry
+        on_command_line = read_overrides(overrides)
         if any(entry.key == "model" for entry in on_command_line):
             self._entries.pop("model", None)  # --model small asks for a GPT, also where the file has an MLP
         self._entries |= {entry.field: entry for entry in on_command_line}
-        self.values = {field: self._value(entry) for field, entry in self._entries.items()}
-
-    def _value(self, entry: Entry) -> Any:
-        for kind in kinds_of(KEYS[entry.key]):
-            if (found := read_as(entry.text, kind)) is not None:
-                return found[0]
-        shown = repr(entry.text[:40]) if entry.text else "empty"
-        raise self._error(f"{entry.key} is {shown}; it must be {allowed(KEYS[entry.key])}.", [entry])
+        self.values = {field: entry.value for field, entry in self._entries.items()}
 
     def number(self, key: str, default: int | None, largest: int) -> int:
         """Return the value of a key, from 1 to `largest`. Without a default the key must be there."""
         value = self.values.get(key, default)
         if value is None:
-            raise WorkbookError(
-                f"{self._path}, line {self._last_line}: the file ends without {key}; add it, as in {key}: 4."
-            )
+            raise WorkbookError(f"there is no {key}; add it, as in {key}: 4.")
         if not 1 <= value <= largest:
-            raise self.error(f"{key} is {value}; it must be from 1 to {largest}.", key)
+            raise WorkbookError(f"{key} is {value}; it must be from 1 to {largest}.")
         return value
 
-    def error(self, sentence: str, *fields: str) -> WorkbookError:
-        """Return the error with the places of the entries that set these fields in front."""
-        return self._error(sentence, [self._entries[field] for field in fields if field in self._entries])
-
     def blame(self, error: WorkbookError) -> WorkbookError:
-        """Return a refusal with the places of the entries in front that it names by option or size.
+        """Return a refusal with the places of the entries in front whose option it names.
 
         What follows a colon or semicolon is advice, and may name what is not wrong.
         """
-        sentence = re.sub(
-            r"^--([\w-]+) (\S+): ", lambda m: f"{m[1].replace('-', '_')} is {m[2]}: ", str(error)
-        )
-        fact = re.split("[:;]", sentence.replace("--", "").replace("-", "_"))[0]
-        nouns = {"pipeline": "pipeline|stages?", "chunks": "chunks|stages", "schedule": "schedule|stages"}
-        nouns |= {"data": "data|replicas", "batch_size": "batch_size|examples", "size": "heads|the model"}
-        nouns |= {"num_gpus": "num_gpus|processes|devices"}
-        fields = [f for f in self._entries if re.search(rf"\b({nouns.get(f, f)})\b", fact)]
-        return self.error(sentence, *(fields or ["num_gpus"]))
-
-    def _error(self, sentence: str, entries: Sequence[Entry]) -> WorkbookError:
-        in_file = [e for e in entries if not e.place.startswith("--")]
-        places = [self._path] if in_file else []
-        for entry in [*in_file, *(e for e in entries if e not in in_file)]:
-            is_named = len(entries) == 1 and entry.key in sentence
-            is_option = entry.place.startswith("--")
-            places.append(entry.place if is_named or is_option else f"{entry.place} ({entry.key})")
-        return WorkbookError(f"{', '.join(places)}: {sentence}")
+        fact = re.split("[:;]", str(error).replace("--", "").replace("-", "_"))[0]
+        named = [
+            entry for field, entry in self._entries.items() if re.search(rf"\b({field}|{entry.key})\b", fact)
+        ]
+        places = [f"{entry.place} ({entry.key})" if len(named) > 1 else entry.place for entry in named]
+        where = ", ".join(places).replace(f", {self._path}, ", ", ")  # the file is named once
+        return WorkbookError(f"{where or self._path}: {error}")
 
 
-def read_file(path: str) -> tuple[list[Entry], int]:
-    """Return the entries of a YAML file and its number of lines. Raise WorkbookError if it has no entries.
+def read_file(path: str) -> list[Entry]:
+    """Return the entries of a YAML file. Raise WorkbookError if it has none.
 
     Only texts are read, and nothing is constructed from them, so a file can contain no program.
     """
-    try:
-        text = Path(path).read_text("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise WorkbookError(f"--config {path}: the file cannot be read ({reason(error)}).") from error
-    last = max(1, len(text.splitlines()))
     example = "write one key and its value a line, such as num_gpus: 8"
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = min(mark.line + 1, last) if mark else 1
-        problem = (
-            getattr(error, "problem", None) or getattr(error, "reason", None) or "too many lists in lists"
-        )
-        raise WorkbookError(f"{path}, line {line}: this is not YAML ({problem}); {example}.") from None
+        problem = getattr(error, "problem", None) or "no text, or too many lists in lists"
+        where = f"{path}, line {mark.line + 1}" if mark else path
+        raise WorkbookError(f"{where}: this is not YAML ({problem}); {example}.") from None
+    except (OSError, ValueError) as error:
+        raise WorkbookError(f"--config {path}: the file cannot be read ({reason(error)}).") from error
     if not isinstance(root, yaml.MappingNode):
-        line = last if root is None else root.start_mark.line + 1
-        raise WorkbookError(f"{path}, line {line}: the file has no keys; {example}.")
+        raise WorkbookError(f"{path}: the file has no keys; {example}.")
     entries = []
     for key, value in root.value:
-        line = key.start_mark.line + 1
+        place = f"{path}, line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
-            name = f"{key.value} is" if isinstance(key, yaml.ScalarNode) else "a key is"
-            raise WorkbookError(f"{path}, line {line}: {name} a list or a mapping; {example}.")
-        entries.append(Entry(key.value, value.value, f"line {line}"))
-    return entries, last
+            raise WorkbookError(f"{place}: a key or its value is a list or a mapping; {example}.")
+        entries.append(Entry(key.value, value.value, place))
+    return entries
 
 
 def read_overrides(words: Sequence[str]) -> list[Entry]:
@@ -309,37 +265,31 @@ def read_overrides(words: Sequence[str]) -> list[Entry]:
     while rest:
         word = rest.pop(0)
         option, equals, text = word.partition("=")
-        if not option.startswith("--") or option == "--":
-            raise WorkbookError(f"The command line has {word!r} where --key value should stand.")
         key = option[2:].replace("-", "_")
-        if key not in KEYS and key.startswith("no_") and bool in kinds_of(KEYS.get(key[3:])) and not equals:
-            key, text, equals = key[3:], "False", "="
-        validate_key(key, option)
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                text = rest.pop(0)
-            elif bool in kinds_of(KEYS[key]):
-                text = "True"
-            else:
-                raise WorkbookError(f"{option} has no value; write {option} VALUE.")
+        if not option.startswith("--") or not key:
+            raise WorkbookError(f"The command line has {word!r} where --key value should stand.")
+        if not equals and key not in KEYS and key.startswith("no_") and is_switch(key[3:]):
+            key, text = key[3:], "False"
+        elif not equals and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif not equals and is_switch(key):
+            text = "True"
+        elif not equals and key in KEYS:
+            raise WorkbookError(f"{option} has no value; write {option} VALUE.")
         entries.append(Entry(key, text, option))
     return entries
 
 
-def validate_key(key: str, place: str) -> None:
-    """Raise WorkbookError, with the nearest known key, if there is no such key."""
-    if key not in KEYS:
-        near = difflib.get_close_matches(re.sub(r"\W", "_", key.lower()), KEYS, n=1)
-        help_ = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}."
-        raise WorkbookError(f"{place}: there is no key {key[:40]!r}; {help_}")
+def is_switch(key: str) -> bool:
+    """Return whether the key can be True or False."""
+    return bool in kinds_of(KEYS.get(key))
 
 
 def kinds_of(hint: Any) -> list[Any]:
     """Return the types and constants of a union or Literal, text as the last one."""
     if get_args(hint):
-        return sorted(
-            (kind for part in get_args(hint) for kind in kinds_of(part)), key=lambda kind: kind is str
-        )
+        kinds = (kind for part in get_args(hint) for kind in kinds_of(part))
+        return sorted(kinds, key=lambda kind: kind is str)
     return [type(None) if hint is None else hint]
 
 

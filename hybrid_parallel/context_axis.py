@@ -54,15 +54,6 @@ class ContextAxis:
             )
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
-    def layer_traffic(self, batch: int, config: GPTConfig, itemsize: int) -> tuple[Traffic, Traffic]:
-        """Return what this rank sends for a layer's attention to `batch` sequences: forward and backward."""
-        tensor = self.sizes.tensor
-        numbers = batch * config.width // config.num_heads
-        q, kv = config.num_heads // tensor, config.kv_heads // tensor
-        if self.sizes.attention == "ring":
-            return ring_layer(self.sequence, numbers, kv, itemsize)
-        return all_to_all_layer(self.sequence, numbers, q, kv, itemsize)
-
     def _at_own_positions(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         [positions_t] = args  # 0, 1, ...: places among this rank's tokens
         return (self._positions.to(positions_t.device)[positions_t],)  # they may be on the device "meta"
@@ -72,3 +63,12 @@ class ContextAxis:
             return torch.empty_like(q)
         dropout = attention.dropout if attention.training else 0.0
         return ATTENTION[self.sizes.attention](q, k, v, self.sequence, dropout)
+
+
+def layer_traffic(axis: ContextAxis, batch: int, config: GPTConfig, itemsize: int) -> tuple[Traffic, Traffic]:
+    """Return what this rank sends for a layer's attention to `batch` sequences: forward and backward."""
+    tensor, numbers = axis.sizes.tensor, batch * config.width // config.num_heads
+    q, kv = config.num_heads // tensor, config.kv_heads // tensor
+    if axis.sizes.attention == "ring":
+        return ring_layer(axis.sequence, numbers, kv, itemsize)
+    return all_to_all_layer(axis.sequence, numbers, q, kv, itemsize)

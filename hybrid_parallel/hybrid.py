@@ -38,7 +38,6 @@ from hybrid_parallel.clipping import clip_over, counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
-from hybrid_parallel.state import load_full, mesh_shards
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, loss_of
 from lab.models.text import microbatches
@@ -46,7 +45,7 @@ from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
-from training.checkpoint import Shard
+from training.checkpoint import Shard, shards_of
 from training.evaluation import Sums, sums_of
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
@@ -104,7 +103,7 @@ class HybridParallel(nn.Module):
         self._replicate(optimizer_class, options)
         self.terms: TensorParallel | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
-            self.tensor.held = {piece.parameter: piece.tensor for piece in self.pieces}
+            self.tensor.held = {shard.parameter: shard.tensor for shard in self.zero_shards}
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
@@ -169,7 +168,7 @@ class HybridParallel(nn.Module):
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
         if self.sizes.zero:
             groups.append(self.mesh.replicas)
-            gradients = [(piece.parameter, piece.tensor.grad) for piece in self.pieces]
+            gradients = [(shard.parameter, shard.tensor.grad) for shard in self.zero_shards]
         if self.experts is not None:
             groups.append(self.experts.groups.experts)
             if self.experts.groups.rank > 0:
@@ -205,7 +204,7 @@ class HybridParallel(nn.Module):
         return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
 
     @property
-    def pieces(self) -> list[ParameterShard]:
+    def zero_shards(self) -> list[ParameterShard]:
         """Return, with ZeRO, this rank's shards of the parameters that its stages train."""
         return self.data.parameter_shards
 
@@ -221,11 +220,47 @@ class HybridParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of a full state, such as that of a plain model."""
-        load_full(self, state)
+        for shard in self.shards(None):
+            full_tensor = state[shard.name.removeprefix("model/")]
+            for box in shard.boxes(shard.tensor.detach().view(-1)):
+                ends = zip(box.chunk.offsets, box.chunk.sizes, strict=True)
+                box.view.copy_(full_tensor[tuple(slice(first, first + size) for first, size in ends)])
+        for name, buffer in self.plain.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+        if self.sizes.zero in (1, 2):
+            self.data.gather_parameters()
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
-        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
-        return mesh_shards(self, optimizer)
+    def shards(self, optimizer: torch.optim.Optimizer | None) -> list[Shard]:
+        """Return what this rank holds of each full tensor of the model and of the optimizer's state.
+
+        axis        what a rank has of the model      its shards (training/checkpoint.py)
+        pipeline    the parameters of its stages      those; a tied one also on its last stage, as a copy
+        tensor      an n-th along one dimension       boxes; rows that pad a vocabulary are not saved
+                    some parameters in full           all of them, on each rank of the axis
+        data and    with ZeRO, a range of elements    ranges of a box
+        context     without ZeRO, all elements        boxes, equal on all replicas
+        expert      some experts of each block        those
+
+        AdamW's two moments have the same elements as the parameters.
+        """
+        copies = counted_elsewhere(self.pipeline, self.tensor)
+        is_tied = isinstance(self.plain, GPT) and self.plain.config.tied
+        first = {"head.weight": "token_embedding.weight"} if is_tied else {}
+        names = {p: first.get(name, name) for name, p in self.named_own_parameters().items()}
+        held: list[tuple[nn.Parameter, Tensor, int]]  # parameter, what this rank trains of it, from where on
+        held = [(parameter, parameter, 0) for parameter in names]
+        if self.sizes.zero:
+            held = [(shard.parameter, shard.tensor, shard.start) for shard in self.zero_shards]
+        shards: list[Shard] = []
+        for parameter, trained, start in held:
+            name, local = names[parameter], list(parameter.shape)
+            shape, offset = list(local), [0] * len(local)
+            if self.tensor is not None and name in self.tensor.dims:
+                dim, shape[dim] = self.tensor.dims[name]
+                offset[dim] = self.mesh.coordinate("tensor") * local[dim]
+            shards += shards_of(name, trained, optimizer, shape, offset, local, start, parameter in copies)
+        return shards
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return a replica's sums on one of its ranks: the last stage's, and there the first tensor rank."""

@@ -7,12 +7,14 @@ for a model and a batch, before the training begins, and says why.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
-from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
+from pipeline_parallel.schedules import stages_per_rank
 
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
 Precision = Literal["float32", "bf16"]
@@ -99,111 +101,97 @@ def refuse_sizes(
         raise WorkbookError(
             f"{sizes}, but there are {world_size} ranks: the product of the axes must be {world_size}."
         )
-    if sizes.schedule not in SCHEDULES:
-        raise WorkbookError(f"schedule is {sizes.schedule!r}; it must be one of {', '.join(SCHEDULES)}.")
-    if sizes.zero not in (0, 1, 2, 3):
-        raise WorkbookError(f"zero is {sizes.zero}; the stages of ZeRO are 1, 2 and 3, and 0 means none.")
+    of_model = _of_mlp(sizes, num_experts) if isinstance(config, MLPConfig) else _of_context(sizes, config)
+    wrong = chain(of_model, _of_experts(sizes, num_experts), _of_layers(sizes, config, batch_size))
+    for sentence in wrong:
+        raise WorkbookError(sentence)
+
+
+def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int) -> Iterator[str]:
+    """Yield what is wrong with stages, divided layers, replicas and microbatches."""
     if sizes.zero > 1 and sizes.pipeline > 1:
         what = "send all its gradients" if sizes.zero == 2 else "gather all its parameters"
-        raise WorkbookError(
+        yield (
             f"zero is {sizes.zero} beside a pipeline: a stage would {what} for each microbatch, or keep "
             "them in full during the step, as with zero 1; take zero 1, or one pipeline stage."
         )
-    if isinstance(config, MLPConfig):
-        _refuse_for_mlp(sizes, num_experts)
-    else:
-        _refuse_context(sizes, config)
-    _refuse_experts(sizes, num_experts)
     if sizes.sequence_parallel and sizes.tensor == 1:
-        raise WorkbookError(
-            "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."
-        )
-    for what, number in _divided_by_tensor(config):
+        yield "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."
+    if isinstance(config, MLPConfig):
+        # Layers 0, 2, ... are divided by their outputs, which are the inputs that divide layers 1, 3, ...
+        divided = [("outputs per layer", size) for size in config.sizes[1::2]]
+    else:
+        divided = [("query heads", config.num_heads), ("key and value heads", config.kv_heads)]
+    for what, number in divided:
         if number % sizes.tensor:
-            raise WorkbookError(f"tensor is {sizes.tensor}; it must divide the model's {number} {what}.")
+            yield f"tensor is {sizes.tensor}; it must divide the model's {number} {what}."
     if sizes.num_stages > config.num_layers and sizes.pipeline > 1:
-        raise WorkbookError(
-            f"{sizes.num_stages} stages need at least as many layers, and the model has {config.num_layers}."
-        )
+        number = sizes.num_stages
+        yield f"{number} stages need at least as many layers, and the model has {config.num_layers}."
     parts = sizes.data * sizes.microbatches
     if batch_size % parts:
-        raise WorkbookError(
+        yield (
             f"{batch_size} examples in a step cannot be divided evenly among {sizes.data} replicas with "
             f"{sizes.microbatches} microbatches each; take a multiple of {parts}."
         )
 
 
-def _divided_by_tensor(config: GPTConfig | MLPConfig) -> list[tuple[str, int]]:
-    """Return what the tensor axis divides, and how many there are."""
-    if isinstance(config, MLPConfig):
-        # Layers 0, 2, ... are divided by their outputs, which are the inputs that divide layers 1, 3, ...
-        return [("outputs per layer", size) for size in config.sizes[1::2]]
-    return [("query heads", config.num_heads), ("key and value heads", config.kv_heads)]
-
-
-def _refuse_context(sizes: ParallelSizes, config: GPTConfig) -> None:
-    """Refuse sequences that the ranks of the context axis cannot cut into equal shares."""
-    if sizes.attention not in ("ring", "all_to_all"):
-        raise WorkbookError(f"attention is {sizes.attention!r}; it must be ring or all_to_all.")
+def _of_context(sizes: ParallelSizes, config: GPTConfig) -> Iterator[str]:
+    """Yield why the ranks of the context axis cannot cut sequences into equal shares, or attend to them."""
     if sizes.context == 1:
         return
-    pieces = sizes.context * (2 if sizes.attention == "ring" else 1)
-    unit = math.lcm(pieces, sizes.context * (sizes.tensor if sizes.sequence_parallel else 1))
+    parts = sizes.context * (2 if sizes.attention == "ring" else 1)
+    unit = math.lcm(parts, sizes.context * (sizes.tensor if sizes.sequence_parallel else 1))
     length = config.block_size if isinstance(config, GPTConfig) else config.sequence_length
     if length % unit:
-        raise WorkbookError(
+        yield (
             f"context is {sizes.context}, and sequences have {length} tokens; their number must be a "
             f"multiple of {unit}, so that all ranks have equally many."
         )
     heads = config.kv_heads // sizes.tensor
     if sizes.attention == "all_to_all" and heads % sizes.context:
-        raise WorkbookError(
+        yield (
             f"attention is all_to_all, and context is {sizes.context}; it must divide the {heads} key "
             "and value heads that a rank of the tensor axis has; take ring."
         )
     if sizes.attention == "ring" and config.dropout:
-        raise WorkbookError(
+        yield (
             "attention is ring, which cannot drop attention probabilities, and the model drops some; take "
             "all_to_all."
         )
 
 
-def _refuse_experts(sizes: ParallelSizes, num_experts: int) -> None:
-    """Refuse experts that cannot be divided as asked."""
+def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
+    """Yield why experts cannot be divided as asked."""
+    ranks = f"expert_ranks is {sizes.expert_ranks}"
+    if num_experts == 1 < sizes.expert_ranks:
+        yield f"{ranks}, and the model has no experts; ask for some."
     if num_experts % sizes.expert_ranks:
-        if num_experts == 1:
-            raise WorkbookError(
-                f"expert_ranks is {sizes.expert_ranks}, and the model has no experts; ask for some."
-            )
-        raise WorkbookError(
-            f"expert_ranks is {sizes.expert_ranks}; it must divide the {num_experts} experts in a layer."
-        )
+        yield f"{ranks}; it must divide the {num_experts} experts in a layer."
     if sizes.replicas % sizes.expert_ranks:
-        raise WorkbookError(
-            f"expert_ranks is {sizes.expert_ranks}; it must divide the {sizes.replicas} replicas, which are "
-            "data x context ranks."
-        )
+        yield f"{ranks}; it must divide the {sizes.replicas} replicas, which are data x context ranks."
     if sizes.expert_ranks > 1 and sizes.zero:
-        raise WorkbookError(
-            f"zero is {sizes.zero} and expert_ranks is {sizes.expert_ranks}: the experts are divided "
-            "already, and ZeRO beside them is not offered; take zero 0, or expert_ranks 1."
+        yield (
+            f"zero is {sizes.zero} and {ranks}: the experts are divided already, and ZeRO beside them is not "
+            "offered; take zero 0, or expert_ranks 1."
         )
     if num_experts > 1 and sizes.sequence_parallel:
-        raise WorkbookError(
+        yield (
             "sequence_parallel gives each tensor rank some of the tokens, and experts need all of them; "
             "leave it out."
         )
 
 
-def _refuse_for_mlp(sizes: ParallelSizes, num_experts: int) -> None:
+def _of_mlp(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
+    """Yield what is asked for that an MLP has not."""
     if sizes.context > 1:
-        raise WorkbookError(f"context is {sizes.context}, and an MLP has no sequences to cut; leave it out.")
+        yield f"context is {sizes.context}, and an MLP has no sequences to cut; leave it out."
     if num_experts > 1:
-        raise WorkbookError(f"experts is {num_experts}, and an MLP has no blocks to put them in; take a gpt.")
+        yield f"experts is {num_experts}, and an MLP has no blocks to put them in; take a gpt."
     if sizes.sequence_parallel:
-        raise WorkbookError("sequence_parallel divides tokens, and an MLP has none; leave it out.")
+        yield "sequence_parallel divides tokens, and an MLP has none; leave it out."
     if sizes.recompute and sizes.pipeline == 1:
-        raise WorkbookError(
+        yield (
             "recompute would save no memory: a layer of an MLP keeps only its input. Leave it out, or take a "
             "pipeline, whose stages then keep only their first layer's input."
         )

@@ -30,6 +30,7 @@ from comm.cost import expected_traffic
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.expected_traffic import counts_traffic
 from hybrid_parallel import mesh
+from hybrid_parallel.context_axis import layer_traffic
 from hybrid_parallel.expert_axis import (
     ReplicatedExperts,
     arrived_tokens,
@@ -89,9 +90,8 @@ def _of_counts(hybrid: HybridParallel) -> Traffic:
 def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
-    forward, backward = hybrid.context.layer_traffic(
-        hybrid.example_shape[0], hybrid.plain.config, itemsize_of(hybrid)
-    )
+    examples, config = hybrid.example_shape[0], hybrid.plain.config
+    forward, backward = layer_traffic(hybrid.context, examples, config, itemsize_of(hybrid))
     blocks = sum(part.startswith("blocks.") for parts in _stages(hybrid) for part in parts)
     layer = [forward, backward] + [forward] * hybrid.sizes.recompute
     return sum(layer * (blocks * hybrid.sizes.microbatches), Traffic())
@@ -157,8 +157,8 @@ def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
     ]
     if not hybrid.sizes.zero:
         return sum(parameter.numel() for parameter in replicated)
-    of_pieces = {piece.parameter: piece.tensor.numel() for piece in hybrid.pieces}
-    return sum(of_pieces[parameter] for parameter in replicated)
+    of_shards = {shard.parameter: shard.tensor.numel() for shard in hybrid.zero_shards}
+    return sum(of_shards[parameter] for parameter in replicated)
 
 
 def _of_numbers(count: int, group: Group) -> Traffic:

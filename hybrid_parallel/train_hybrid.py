@@ -15,11 +15,14 @@ What to read, in this order:
   2. hybrid.py: `HybridParallel` puts the classes of the other lessons around one model, each with its group.
   3. clipping.py: the norm of all gradients, in which each number counts once.
   4. traffic.py: what each axis sends in a step.
-  5. `main` below, which is the loop of the other lessons.
+  5. `train` below, which is the loop of the other lessons.
   6. After lessons 6 and 7, context_axis.py, which cuts sequences, and expert_axis.py, which divides experts.
 
 sizes.py says which sizes make sense together.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -59,9 +62,21 @@ def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, Hybri
 
 def main(cluster: Cluster, args: HybridArgs) -> None:
     run, hybrid = begin(cluster, args, "hybrid")
+    train(run, hybrid, args)
+
+
+def train(
+    run: Run,
+    hybrid: HybridParallel,
+    args: HybridArgs,
+    before_step: Callable[[int], None] = lambda step: None,
+    **more_rows: Any,
+) -> None:
+    """Train to the end, from the last checkpoint if the arguments say so, and report."""
     axes = AxesReport(run, hybrid, args.clip is not None)
     with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
+            before_step(step)
             x, y = run.batch(step)
             with run.step() as record:
                 hybrid.optimizer.zero_grad()
@@ -75,7 +90,7 @@ def main(cluster: Cluster, args: HybridArgs) -> None:
             run.evaluate(step, hybrid)
             run.save_if_due(step)
             run.stop_if_asked(step)
-    run.finish(hybrid, **axes.rows())
+    run.finish(hybrid, **axes.rows(), **more_rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from exercises.catalog.exercise import Exercise
 
 MESH = "tests/hybrid_parallel/test_mesh.py::"
 ONE_PROCESS = "tests/hybrid_parallel/test_equivalence.py::"
-CLIPPING = "tests/hybrid_parallel/test_clipping.py::"
 
 EXERCISES = (
     Exercise(
@@ -85,7 +84,7 @@ EXERCISES = (
         target="hybrid_parallel.clipping.counted_elsewhere",
         also=("hybrid_parallel.clipping.clip_over",),
         tests=(
-            CLIPPING + "test_the_norm_of_a_rank_without_gradients_is_that_of_all",
+            ONE_PROCESS + "test_the_norm_of_a_rank_without_gradients_is_that_of_all",
             ONE_PROCESS + "test_pipelines_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_divided_layers_in_shards_of_zero_3_equal_one_process",

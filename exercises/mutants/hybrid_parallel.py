@@ -5,8 +5,7 @@ from exercises.mutants import mutant
 ELASTIC = "tests/hybrid_parallel/test_elastic.py::"
 NARRATED_AXES = "tests/hybrid_parallel/test_narrated_axes.py::"
 EQUIVALENCE = "tests/hybrid_parallel/test_equivalence.py::"
-CONTEXT_AND_EXPERTS = "tests/hybrid_parallel/test_context_and_experts.py::"
-RUN = "tests/hybrid_parallel/test_run.py::"
+MESH = "tests/hybrid_parallel/test_mesh.py::"
 PLANNER_MEMORY = "tests/hybrid_parallel/test_planner_memory.py::"
 PLANNER_TIME = "tests/hybrid_parallel/test_planner_time.py::"
 
@@ -64,7 +63,7 @@ mutant(
     "Experts learn from the tokens of other experts: their gradients are averaged over all replicas.",
     target="hybrid_parallel.expert_axis.ReplicatedExperts.__init__",
     changes={"(self._experts, groups.replicas)": "(self._experts, groups.everyone)"},
-    killer=CONTEXT_AND_EXPERTS + "test_experts_divided_among_replicas_equal_one_process",
+    killer=EQUIVALENCE + "test_experts_divided_among_replicas_equal_one_process",
     symptom="With divided experts the loss falls more slowly than on one process, and experts become alike.",
 )
 
@@ -112,7 +111,7 @@ mutant(
             "args = (self._positions.to(positions_t.device)[positions_t],)"
         ),
     },
-    killer=CONTEXT_AND_EXPERTS + "test_cut_sequences_beside_divided_layers_equal_one_process",
+    killer=EQUIVALENCE + "test_cut_sequences_beside_divided_layers_equal_one_process",
     symptom="With a context axis the loss is not that of one process, from the first step on.",
 )
 
@@ -121,7 +120,7 @@ mutant(
     "More replicas help less than they should: all draw the same dropout masks.",
     target="hybrid_parallel.mesh.stream_of",
     changes={"rank // sizes.tensor": "rank // (sizes.tensor * sizes.replicas)"},
-    killer=RUN + "test_replicas_and_stages_draw_masks_of_their_own",
+    killer=MESH + "test_replicas_and_stages_draw_masks_of_their_own",
 )
 
 mutant(

@@ -2,33 +2,38 @@
 
       before        rank 0       rank 1       rank 2 ✗     rank 3
       ask           rank 0 ◄─┬── rank 1                               the lowest rank that is alive decides,
-                             └──────────────────────────── rank 3     and checks the doors of silent ranks
+                             └──────────────────────────── rank 3     and looks at the stores of silent ranks
       agree         [0, 1, 3] ─► rank 1 ───────────────►   rank 3     all get its list
       after         rank 0       rank 1                    rank 2     a new group, under a new prefix
 
-At the start each rank opens a small key-value store (TCPStore), its *door*, and all ranks learn the addresses
-of all doors. So the survivors do not need the store of the rendezvous, which dies with its host: rank 0, or
+At the start each rank opens a small key-value store of its own (TCPStore), and all ranks learn the addresses
+of all stores. So the survivors do not need the store of the rendezvous, which dies with its host: rank 0, or
 under torchrun the launcher. They write their requests and the list into the decider's store, and the new
 group finds its ranks through it, with keys under a prefix that no earlier group has used.
 
-The kernel closes the door of a process that dies, so a door that refuses a connection shows a death at once.
-If a door is open, but its rank does not answer for `patience` seconds, that rank hangs, and the others treat
-it as dead. If it wakes up later, it asks at the other doors, learns that they continued without it, and ends
-with an error.
+The kernel closes the store of a process that dies, so a store that refuses a connection shows a death at
+once. If a store is open, but its rank does not answer for `patience` seconds, that rank hangs, and the others
+treat it as dead. If it wakes up later, it asks the other stores, learns that they continued without it, and
+ends with an error.
 
 A rank may also die during the agreement. If it is the decider, the next rank decides. If it is in the list,
 the new group does not form, or its first collective fails, and all survivors agree again. A network that
 splits into two parts is not handled: the ranks of both parts would continue. Systems that handle it take a
 majority vote (Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", 2014).
+
+`Deaths` lets ranks kill themselves, to see how the others go on.
 """
 
+import dataclasses
 import gc
 import json
+import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -43,9 +48,43 @@ from lab.launch.errors import WorkbookError
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import open_sockets, open_store, own_address, shut_down_connections
 
-_NAP = 0.002  # seconds between two checks of the doors
+_NAP = 0.002  # seconds between two looks at the stores
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets
 _LOOK = 0.1  # seconds between two checks whether the rank that this one waits for has died
+
+
+@dataclasses.dataclass
+class ElasticOptions:
+    """Holds the options of both elastic trainings: who dies, and how long the others wait."""
+
+    kill: tuple[str, ...] = ()
+    """RANK@STEP: the rank kills itself with SIGKILL just before it takes the step. Give several, such as
+    2@20 0@40, to kill several ranks. RANK is the number of the rank at the start, also after another rank has
+    died. STEP counts from 0."""
+    patience: float = 10.0
+    """Number of seconds after which a rank that does not answer is treated as dead, even if its process still
+    exists."""
+
+
+class Deaths:
+    """Holds the deaths that `--kill` asks for. Raise WorkbookError where it names no rank or no step."""
+
+    def __init__(self, kill: Sequence[str], world_size: int) -> None:
+        self._deaths = set()
+        for text in kill:
+            rank, at, step = text.partition("@")
+            if not (at and rank.isdecimal() and step.isdecimal() and int(rank) < world_size):
+                raise WorkbookError(
+                    f"--kill {text}: write RANK@STEP, with a rank from 0 to {world_size - 1}."
+                )
+            self._deaths.add((int(rank), int(step)))
+        if len({rank for rank, _ in self._deaths}) == world_size:
+            raise WorkbookError("--kill names all ranks; one must stay alive.")
+
+    def die_if_due(self, name: int, step: int) -> None:
+        """Kill this process if the rank that had the number `name` at the start shall die in this step."""
+        if (name, step) in self._deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Survivors:
@@ -58,12 +97,12 @@ class Survivors:
     def __init__(self, cluster: Cluster, patience: float) -> None:
         self.cluster, self.name, self.patience = cluster, cluster.rank, patience
         self.names = list(range(cluster.world_size))
-        self._door = open_store(own_address(), 0, timedelta(seconds=patience))
+        self._store = open_store(own_address(), 0, timedelta(seconds=patience))
         self._addresses: list[tuple[str, int]] = [
-            tuple(a) for a in exchange((own_address(), self._door.port))
+            tuple(a) for a in exchange((own_address(), self._store.port))
         ]
         self._rounds = dict.fromkeys(self.names, 0)  # by decider: the agreements that this rank took part in
-        self._tell_own_door()
+        self._tell_own_store()
         liveness.forget()  # its connections go to rank 0, which may die
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
         # The group of the rendezvous has another timeout. So form it again, with `patience`.
@@ -108,7 +147,7 @@ class Survivors:
             number = self._rounds[decider] + 1
             try:
                 if decider == self.name:
-                    store, names = self._door, self._decide(number)
+                    store, names = self._store, self._decide(number)
                 else:
                     store, names = _within(4 * self.patience, lambda: self._ask(decider, number))
             except (OSError, RuntimeError) as error:
@@ -118,7 +157,7 @@ class Survivors:
             if self.name not in names:
                 raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
             self._rounds[decider], self.names = number, names
-            self._tell_own_door()
+            self._tell_own_store()
             return store, f"{decider}/{number}"
         raise AssertionError("a rank can always decide alone")
 
@@ -136,17 +175,17 @@ class Survivors:
         missing = {name for name in self.names if name != self.name}
         deadline = time.monotonic() + self.patience
         while missing and time.monotonic() < deadline:
-            missing = {name for name in missing if not self._door.check([f"{number}/here/{name}"])}
+            missing = {name for name in missing if not self._store.check([f"{number}/here/{name}"])}
             missing = {name for name in missing if self._is_open(name)}
             time.sleep(_NAP)
         for name in missing:  # it hangs; or this rank did, and the others have formed a group without it
             self._refuse_to_go_on_alone(name)
-        here = [n for n in self.names if n == self.name or self._door.check([f"{number}/here/{n}"])]
-        self._door.set(f"{number}/names", json.dumps(here))
+        here = [n for n in self.names if n == self.name or self._store.check([f"{number}/here/{n}"])]
+        self._store.set(f"{number}/names", json.dumps(here))
         return here
 
     def _is_open(self, name: int) -> bool:
-        """Return whether a rank's door is open. If a connection times out, the rank may hang: True, too."""
+        """Return whether a rank's store is open. If a connection times out, the rank may hang: True, too."""
         try:
             socket.create_connection(self._addresses[name], timeout=self.patience).close()
         except TimeoutError:
@@ -176,9 +215,9 @@ class Survivors:
         # If the rank dies now, torch retries for longer than the next decider waits for this rank.
         return _within(2 * self.patience, connect, lambda: not self._is_open(name))
 
-    def _tell_own_door(self) -> None:
+    def _tell_own_store(self) -> None:
         """Write this rank's group into its own store, where a rank that hung reads that it is not in it."""
-        self._door.set("names", json.dumps(self.names))
+        self._store.set("names", json.dumps(self.names))
 
     def _leave_group(self) -> None:
         """Close this rank's connections, so that the collective fails on its neighbours, too."""

@@ -32,7 +32,7 @@ survivors.
 With ZeRO, tensor parallelism or a pipeline, a rank has state that is in no other rank's memory. If it dies,
 the state must come from the last checkpoint, which any mesh can load (train_elastic_mesh.py).
 
-survivors.py agrees on which ranks are alive, and forms a new group of them. deaths.py reads --kill.
+survivors.py agrees on which ranks are alive, forms a new group of them, and reads --kill.
 """
 
 import dataclasses
@@ -48,8 +48,7 @@ from comm.collectives import all_reduce, broadcast
 from comm.errors import CommError, Mismatch
 from comm.exchange import exchange
 from comm.script import start
-from hybrid_parallel.elastic.deaths import Deaths, ElasticOptions
-from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.launch.same_start import check_same_start

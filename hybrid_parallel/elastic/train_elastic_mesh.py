@@ -19,7 +19,7 @@ the rendezvous.
 What to read, in this order:
   1. survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
   2. `sizes_for` below chooses the mesh.
-  3. `train` is the loop of train_hybrid.py, and `main` begins it again in each group.
+  3. `main` begins the loop of train_hybrid.py again in each group, from the last checkpoint.
 """
 
 import dataclasses
@@ -31,11 +31,9 @@ from torch.distributed import DistError
 from comm.errors import CommError, Mismatch
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
-from hybrid_parallel.elastic.deaths import Deaths, ElasticOptions
-from hybrid_parallel.elastic.survivors import Survivors
-from hybrid_parallel.report import AxesReport
+from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
-from hybrid_parallel.train_hybrid import begin
+from hybrid_parallel.train_hybrid import begin, train
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 
@@ -54,7 +52,12 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
     survivors = Survivors(cluster, args.patience)
     while True:
         try:
-            train(survivors, args, deaths)
+            run, hybrid = begin(survivors.cluster, args, "hybrid_elastic_mesh")
+
+            def die_if_due(step: int) -> None:
+                deaths.die_if_due(survivors.name, step)
+
+            train(run, hybrid, args, die_if_due, survivors=survivors.names)
             return
         except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
             has_lost_a_rank = isinstance(error, CommError) or survivors.misses_a_rank()
@@ -63,28 +66,6 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
         survivors.regroup()
         sizes = sizes_for(survivors.cluster.world_size, args, sizes)
         args = dataclasses.replace(args, **dataclasses.asdict(sizes), auto_resume=args.checkpoint is not None)
-
-
-def train(survivors: Survivors, args: ElasticMeshArgs, deaths: Deaths) -> None:
-    """Train to the end in the present group, from the last checkpoint if there is one."""
-    run, hybrid = begin(survivors.cluster, args, "hybrid_elastic_mesh")
-    axes = AxesReport(run, hybrid, args.clip is not None)
-    with run.checkpointing(hybrid, hybrid.optimizer) as first:
-        for step in range(first, args.steps):
-            deaths.die_if_due(survivors.name, step)
-            x, y = run.batch(step)
-            with run.step() as record:
-                hybrid.optimizer.zero_grad()
-                loss = hybrid.backward(x, y)
-                if args.clip is not None:
-                    hybrid.clip_grad_norm_(args.clip)
-                hybrid.optimizer.step()
-                record.loss = hybrid.mean_loss(loss)
-            axes.expect_step()
-            run.evaluate(step, hybrid)
-            run.save_if_due(step)
-            run.stop_if_asked(step)
-    run.finish(hybrid, **axes.rows(), survivors=survivors.names)
 
 
 def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSizes:

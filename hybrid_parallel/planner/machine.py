@@ -90,10 +90,8 @@ class Machine:
     On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
     those of a core. `handling` is the time of a core that collectives take on a rank. `hides_reductions` says
     whether column-parallel layers hide their collectives in the backward, as tensor_parallel/layers.py
-    does; the programs of the published runs on GPUs did not. `gathers_keys` says whether the ranks of the
-    context axis gather all keys and values before their attention begins, as the program of Llama 3 did. This
-    workbook does what `attention` of the sizes says. `autocast` says whether bf16 is only the type in which
-    the model computes, as in this workbook; Megatron-LM has its parameters and gradients in bf16, too.
+    does; the programs of the published runs on GPUs did not. `autocast` says whether bf16 is only the type in
+    which the model computes, as in this workbook; Megatron-LM has its parameters and gradients in bf16, too.
     """
 
     device: Device
@@ -104,37 +102,33 @@ class Machine:
     handling: Handling = Handling()
     hides_reductions: bool = False
     autocast: bool = False
-    gathers_keys: bool = False
 
     @property
     def share(self) -> float:
         """Return the part of a core or of a device that a rank has while all ranks compute."""
         return 1.0 if self.cores is None else min(1.0, self.cores / self.devices_per_node)
 
-    def link(self, ranks: int, stride: int) -> Link:
-        """Return the link of `ranks` devices whose numbers are `stride` apart, as in one group of a mesh.
+    def is_one_node(self, ranks: int, stride: int) -> bool:
+        """Return whether `ranks` devices whose numbers are `stride` apart are in one node."""
+        return (ranks - 1) * stride < self.devices_per_node
 
-        Within a node it is the inner link. Across nodes a ring leaves each node only once, but NCCL runs a
-        ring through each network card, so the group has the cards of all its devices in a node together.
+    def link(self, ranks: int, stride: int) -> Link:
+        """Return the link of a ring of `ranks` devices whose numbers are `stride` apart.
+
+        Across nodes a ring leaves each node only once, but NCCL runs a ring through each network card, so the
+        group has the cards of all its devices in a node together.
         """
-        if (ranks - 1) * stride < self.devices_per_node:
+        if self.is_one_node(ranks, stride):
             return self.inner
         cards = max(1, min(ranks, self.devices_per_node // stride))
         return Link(self.outer.alpha, max(self.inner.beta, self.outer.beta / cards))
-
-    def message_link(self, ranks: int, stride: int) -> Link:
-        """Return the link of the slowest message if each of `ranks` devices sends one to the next one.
-
-        A message between two nodes goes through one network card.
-        """
-        return self.inner if (ranks - 1) * stride < self.devices_per_node else self.outer
 
     def pairwise_link(self, ranks: int, stride: int) -> Link:
         """Return the mean link of a device's messages in an all-to-all with `ranks` - 1 others.
 
         What is for devices of other nodes goes through the device's own network card.
         """
-        if (ranks - 1) * stride < self.devices_per_node:
+        if self.is_one_node(ranks, stride):
             return self.inner
         near = max(1, min(ranks, self.devices_per_node // stride)) - 1
         beta = (near * self.inner.beta + (ranks - 1 - near) * self.outer.beta) / (ranks - 1)

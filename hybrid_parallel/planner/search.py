@@ -132,14 +132,11 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
         return "the fastest that fits"
     assert best.seconds is not None
     slower = plan.compared_seconds / best.compared_seconds - 1
-    if slower == 0:  # then the plan comes after the best one for one of the reasons of `plans`
-        if plan.sizes.microbatches > best.sizes.microbatches:
-            return "as fast, with smaller microbatches"
-        more_bytes = plan.memory_bytes - best.memory_bytes
-        return f"as fast, with {show_bytes(more_bytes) if more_bytes else 'no'} more memory"
+    if slower == 0:
+        return "as fast, with smaller microbatches or no less memory"
     more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
     cause = max(more, key=lambda name: more[name])
-    return f"{slower:.{1 if slower >= 5e-4 else 2}%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
+    return f"{slower:.1%} slower: {show_seconds(more[cause])} more {CAUSES[cause]}"
 
 
 def best_by_division(found: list[Plan]) -> list[Plan]:

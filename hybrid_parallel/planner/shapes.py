@@ -66,8 +66,7 @@ class ModelShape:
                 raise WorkbookError(f"{name} of a model is {value}; it must be at least 1.")
         if self.num_heads % self.kv_heads:
             raise WorkbookError(
-                f"A model with {self.num_heads} query heads cannot have {self.kv_heads} key and value heads: "
-                "give it a divisor."
+                f"A model of {self.num_heads} query heads cannot have {self.kv_heads} key and value heads."
             )
         if self.head_width is None and self.width % self.num_heads:
             raise WorkbookError(f"{self.num_heads} heads must divide the width {self.width} of a model.")
@@ -348,29 +347,21 @@ def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_expe
     )
 
 
-# Fields of ModelShape by their names in transformers' configurations: those of GPT-2 differ from Llama's.
-LLAMA = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "width",
-    "num_attention_heads": "num_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "sequence_length",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_width",
-    "intermediate_size": "feed_forward_width",
-    "num_local_experts": "experts",
-    "num_experts_per_tok": "active_experts",
+# Fields of ModelShape, with their names in the configurations of transformers' Llama and GPT-2.
+NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "width": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "sequence_length": ("max_position_embeddings", "n_positions"),
+    "feed_forward_width": ("intermediate_size", "n_inner"),
+    "num_kv_heads": ("num_key_value_heads", ""),
+    "head_width": ("head_dim", ""),
+    "experts": ("num_local_experts", ""),
+    "active_experts": ("num_experts_per_tok", ""),
 }
-GPT2 = {
-    "n_layer": "num_layers",
-    "n_embd": "width",
-    "n_head": "num_heads",
-    "vocab_size": "vocab_size",
-    "n_positions": "sequence_length",
-    "n_inner": "feed_forward_width",
-}
-NAMES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "mixtral": LLAMA}
 REQUIRED = ("num_layers", "width", "num_heads", "vocab_size", "sequence_length")
+KINDS = ("gpt2", "llama", "mistral", "qwen2", "mixtral")  # all but the first have Llama's names
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -385,19 +376,20 @@ def read_shape(path: Path) -> ModelShape:
     except (OSError, ValueError) as error:
         raise WorkbookError(f"{path} cannot be read: {reason(error)}.") from None
     kind = given.get("model_type") if isinstance(given, dict) else None
-    if kind not in NAMES:
+    if kind not in KINDS:
         raise WorkbookError(
             f"{path} describes a model of type {kind!r}, which the planner does not know; known are "
-            f"{', '.join(NAMES)}."
+            f"{', '.join(KINDS)}."
         )
     sizes: dict[str, Any] = {}
-    for theirs, name in NAMES[kind].items():
+    old = kind == "gpt2"
+    for name, names in NAMES.items():
+        theirs = names[old]
         value = given.get(theirs)
         if type(value) is int:
             sizes[name] = value
         elif value is not None or name in REQUIRED:
             raise WorkbookError(f"{path}: {theirs} is {value!r}; it must be an integer.")
-    old = kind == "gpt2"
     tied = bool(given.get("tie_word_embeddings", old))
     positions = sizes["sequence_length"] if old else 0
     try:

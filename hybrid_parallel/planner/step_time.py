@@ -159,7 +159,7 @@ class TimeModel:
             "compute": compute,
             **waits,
             "bubble": bubble,
-            "messages": messages + self._tied(sizes),
+            "messages": messages,
             "data": self._data(sizes, forward, sum(backward)),
             "optimizer": self._optimizer(sizes),
         }
@@ -238,7 +238,7 @@ class TimeModel:
         return forward, _waiting_for("tensor", exposed, handling)
 
     def _context(self, sizes: ParallelSizes) -> tuple[Pass, Pass]:
-        """Return what the context axis adds to a layer's forward and backward: context_parallel/predict.py.
+        """Return what the context axis adds to a layer's forward and backward: context_parallel/cost.py.
 
         With the zigzag cut each rank computes an n-th of its attention in each step of the ring.
         """
@@ -248,9 +248,6 @@ class TimeModel:
         tokens, c = self._numbers(sizes)
         queries, keys = tokens * shape.query_width / t, tokens * 2 * shape.kv_width / t  # keys and values
         bandwidth = machine.device.bytes_per_second
-        if machine.gathers_keys:  # all of them, before the attention begins
-            seconds = collective("all_gather", n * keys * c, n, machine.link(n, t))
-            return Pass(context=seconds), Pass(context=seconds)
         if sizes.attention == "all_to_all":
             link, numbers = machine.pairwise_link(n, t), (queries + keys, queries)  # there, and back
             seconds = sum(collective("all_to_all", each * c, n, link, "pairwise") for each in numbers)
@@ -258,7 +255,9 @@ class TimeModel:
             copying = 2 * 2 * sum(numbers) * c / bandwidth  # read and written, when sent and when received
             both = _waiting_for("context", seconds, handling) + Pass(copying)
             return both, both
-        link, handling = machine.message_link(n, t), machine.handling.seconds(1, keys * c)
+        # A message of the ring between two nodes goes through one network card.
+        link = machine.inner if machine.is_one_node(n, t) else machine.outer
+        handling = machine.handling.seconds(1, keys * c)
         message = max(0.0, link.alpha + keys * c * link.beta - handling)
         blocks = [self._attention(sizes) / n / machine.share] * n  # the seconds of each step of the ring
         forward, backward = ring_passes(blocks, message)
@@ -359,15 +358,6 @@ class TimeModel:
                 seconds = sum(each**SHARING for each in both) ** (1 / SHARING) if several else max(both)
             self._makespans[key] = seconds
         return self._makespans[key]
-
-    def _tied(self, sizes: ParallelSizes) -> float:
-        """Return the seconds in which the first and the last stage exchange the gradient of a tied weight."""
-        rank = 0 if sizes.schedule == "zb_v" else sizes.pipeline - 1
-        if not self.shape.tied or rank == 0:
-            return 0.0
-        link = self.machine.link(2, (sizes.pipeline - 1) * sizes.replicas * sizes.tensor)
-        _, of_gradient, _ = state_bytes(sizes, self.machine.autocast)
-        return link.alpha + self.shape.head_parameters / sizes.tensor * of_gradient * link.beta
 
     def _data(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides.

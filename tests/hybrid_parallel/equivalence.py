@@ -127,14 +127,14 @@ def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
 
 
 def gradients_of(hybrid: HybridParallel) -> Tensors:
-    """Return the full gradients; ZeRO's pieces of them are put together from the data axis."""
+    """Return the full gradients; ZeRO's shards of them are put together from the data axis."""
     named, zero = hybrid.named_own_parameters(), hybrid.sizes.zero
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
-    for piece in hybrid.pieces if zero else ():
-        flat = torch.zeros(piece.parameter.numel(), dtype=torch.float64)
-        flat[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.grad
+    for shard in hybrid.zero_shards if zero else ():
+        flat = torch.zeros(shard.parameter.numel(), dtype=torch.float64)
+        flat[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad
         all_reduce(flat, group=hybrid.mesh.replicas)
-        local[piece.parameter] = flat.view(piece.parameter.shape)
+        local[shard.parameter] = flat.view(shard.parameter.shape)
     own: Tensors = {n: full(hybrid, n, local[p]) for n, p in named.items() if local[p] is not None}
     return with_all_experts(hybrid, own)
 

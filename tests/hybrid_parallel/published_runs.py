@@ -8,7 +8,7 @@ LLAMA      "The Llama 3 Herd of Models", 2024, arXiv:2407.21783, table 4: H100. 
            the data axis gets sequences one by one, and that the first and the last stage lack a layer, so the
            126 layers and two missing ones are 16 ranks of 8 stages. The paper does not say whether its
            utilisation counts the attention that a causal mask removes; here it does not. The ranks of the
-           context axis gather all keys and values, which is said in section 3.3.2.
+           context axis gather all keys and values (section 3.3.2); here they are predicted as a ring.
 LATER      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
            arXiv:2205.05198, table 3, and the README of Megatron-LM for the utilisation: A100, sequence
            parallelism, a data axis of 1. Recomputing the attention's scores is left out.
@@ -57,7 +57,6 @@ class Run:
     sizes: ParallelSizes
     utilisation: float
     causal: bool = False
-    parameters: float | None = None
 
     def predicted(self) -> float:
         """Return the predicted utilisation."""
@@ -121,7 +120,7 @@ def _llama(data: int, tokens: int, context: int, batch: int, utilisation: float)
     shape = replace(SHAPES["llama-3-405b"], sequence_length=tokens)
     sizes = _sizes(16, data, 8, batch // data, 8, zero=1, sequence_parallel=True, context=context)
     name = f"Llama 3 405B, {sizes.world_size} GPUs, {tokens} tokens"
-    return Run(name, shape, replace(H100, gathers_keys=True), batch, sizes, utilisation, causal=True)
+    return Run(name, shape, H100, batch, sizes, utilisation, causal=True)
 
 
 LLAMA = [
@@ -150,17 +149,12 @@ MPT = {"1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32)}
 MPT |= {"13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64)}
 
 
-PARAMETERS = {"1b": 1_315_950_592, "3b": 2_651_837_440, "7b": 6_658_859_008}
-PARAMETERS |= {"13b": 12_853_954_560, "30b": 29_975_214_080, "70b": 64_862_437_376}
-
-
 def _sharded(size: str, gpus: int, microbatch: int, microbatches: int, again: bool, percent: float) -> Run:
     layers, width, heads = MPT[size]
     shape = ModelShape(layers, width, heads, 50_368, 2048, positions=2048, learns_bias=False)
     sizes = _sizes(1, gpus, 1, microbatches, zero=3, recompute=again)
     batch = gpus * microbatch * microbatches
-    known = PARAMETERS[size]
-    return Run(f"MPT {size} on {gpus} GPUs", shape, A100, batch, sizes, percent / 100, parameters=known)
+    return Run(f"MPT {size} on {gpus} GPUs", shape, A100, batch, sizes, percent / 100)
 
 
 SHARDED = [

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from comm.errors import CommError
 from hybrid_parallel.elastic import train_elastic
-from hybrid_parallel.elastic.deaths import Deaths
-from hybrid_parallel.elastic.survivors import Survivors
+from hybrid_parallel.elastic.survivors import Deaths, Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from lab.check import assert_same
 from lab.cluster import Cluster
@@ -120,31 +119,21 @@ def test_a_rank_that_missed_a_step_which_others_have_taken_takes_over_their_stat
     survivors_equal_one_process(3, {2}, disturb)
 
 
-def test_a_death_inside_the_all_reduce_or_the_optimizers_step_leaves_each_step_taken_once():
+def test_a_death_inside_the_all_reduce_in_the_last_step_or_after_it_leaves_each_step_taken_once():
+    def and_dies_before_its_end(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (original(*args, **options, async_op=True), die())
+
     def disturb(cluster: Cluster) -> None:
+        if cluster.rank == 0:  # in the last step, as one was repeated; it takes over the state of rank 4
+            at_step(ARGS.steps, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 1:
-            at_step(
-                1,
-                train_elastic,
-                "all_reduce",
-                lambda original: lambda *a, **k: (original(*a, **k, async_op=True), die()),
-            )
-        if cluster.rank == 0:
-            at_step(3, torch.optim.AdamW, "step", lambda original: die)
-
-    survivors_equal_one_process(4, {0, 1}, disturb)
-
-
-def test_a_death_in_the_last_step_or_before_the_replicas_are_compared_leaves_the_others_to_end():
-    def disturb(cluster: Cluster) -> None:
-        if cluster.rank == 0:  # it takes over the state of rank 1, which has taken the last step
-            at_step(ARGS.steps - 1, train_elastic, "all_reduce", and_then(interrupted))
+            at_step(1, train_elastic, "all_reduce", and_dies_before_its_end)
         if cluster.rank == 2:
             at_step(0, train_elastic, "replica_digests", lambda original: die)
         if cluster.rank == 3:
             at_step(ARGS.steps - 1, torch.optim.AdamW, "step", lambda original: die)
 
-    survivors_equal_one_process(4, {2, 3}, disturb)
+    survivors_equal_one_process(5, {1, 2, 3}, disturb)
 
 
 @pytest.mark.parametrize("moment", ["_decide", "_form", "_state_of"])
@@ -180,37 +169,26 @@ def test_ranks_meet_again_after_one_of_them_has_tried_to_form_a_group_once_more_
 
 
 def test_a_rank_that_hangs_counts_as_dead_and_leaves_when_it_goes_on():
-    def work(cluster: Cluster, pid: int) -> str:
-        pids: list[int] = []
-        at_step(2, train_elastic, "all_reduce", lambda original: lambda *a, **k: (pause(), original(*a, **k)))
+    def work(cluster: Cluster) -> str:
+        def paused(original: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **options: (os.kill(os.getpid(), signal.SIGSTOP), original(*args, **options))
 
-        def pause() -> None:
-            if cluster.rank == 0:
-                os.kill(os.getpid(), signal.SIGSTOP)
+        def waking(original: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: (os.kill(pid, signal.SIGCONT), original(*args))[1]
 
-        def wake(original: Callable[..., Any]) -> Callable[..., Any]:
-            def woken(*args: Any) -> Any:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[0], signal.SIGCONT)
-                return original(*args)
-
-            return woken
-
-        pids.append(int(cluster.store.get("pid")) if cluster.rank else os.getpid())
+        if cluster.rank == 0:
+            cluster.store.set("pid", str(os.getpid()))
+            at_step(2, train_elastic, "all_reduce", paused)
+        pid = int(cluster.store.get("pid"))
         if cluster.rank == 1:
-            at_step(4, ElasticReplica, "step", wake)
+            at_step(4, ElasticReplica, "step", waking)
         try:
             train_elastic.main(cluster, ElasticArgs(**vars(ARGS) | {"patience": 1.0}))
         except WorkbookError as error:
             return str(error)
         return "trained"
 
-    def with_pid(cluster: Cluster) -> str:
-        if cluster.rank == 0:
-            cluster.store.set("pid", str(os.getpid()))
-        return work(cluster, os.getpid())
-
-    said, *others = run_ranks(with_pid, 3, timeout=60)
+    said, *others = run_ranks(work, 3, timeout=60)
     assert said == "ranks [1, 2] have taken this rank for dead, and go on without it."
     assert others == ["trained"] * 2
 

@@ -1,30 +1,50 @@
-"""A GPT or an MLP on a mesh trains as on one process: gradients, their norm, parameters, in float64."""
+"""A GPT or an MLP on a mesh trains as on one process: gradients, their norm, parameters, in float64.
+
+Each comparison also refuses a rank that sends other bytes along an axis than the formulas say. The last test
+tries 16 combinations of sizes, always the same. To try others, as many as you like:
+
+    COMBINATIONS=300 .venv/bin/python -m pytest tests/hybrid_parallel/test_equivalence.py -k combination
+"""
+
+import os
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
 
+from expert_parallel.config import MoEConfig
+from hybrid_parallel.clipping import clip_over
+from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
+from hybrid_parallel.sizes import refuse_sizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import SCHEDULES
 from tests.hybrid_parallel.equivalence import TIME, batch, compare, gpt
 
+MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
+MLP = {"mlp": (6, 8, 4, 4, 12, 6)}  # the last layer is divided by its outputs
 
-def check(*every: Sizes, **changes: object) -> None:
+
+def check(*every: Sizes, experts: Experts | None = None, **changes: Any) -> None:
     """Compare each with one process; all have the same number of ranks."""
     [world_size] = {sizes.world_size for sizes in every}
 
     def work(cluster: Cluster) -> None:
         for sizes in every:
-            compare(cluster, sizes, **changes)
+            compare(cluster, sizes, experts, **changes)
 
     run_ranks(work, world_size)
 
 
 def test_one_axis_alone_equals_one_process():
+    check(Sizes(), Sizes(microbatches=3))
     check(
         Sizes(data=2, microbatches=2),
         Sizes(data=2, zero=1),
@@ -39,8 +59,15 @@ def test_one_axis_alone_equals_one_process():
     )
 
 
-def test_one_rank_alone_equals_one_process():
-    check(Sizes(), Sizes(microbatches=3))
+def test_sequences_cut_on_two_ranks_equal_one_process():
+    check(
+        Sizes(context=2, microbatches=2),
+        Sizes(context=2, attention="all_to_all", microbatches=2),
+        Sizes(context=2, recompute=True),
+        Sizes(context=2, attention="all_to_all", recompute=True),
+        Sizes(context=2, zero=2, microbatches=2),
+        Sizes(context=2, zero=3),
+    )
 
 
 def test_pipelines_of_replicas_equal_one_process():
@@ -88,11 +115,36 @@ def test_pipelines_of_divided_layers_equal_one_process():
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_schedule_beside_replicas_and_beside_divided_layers_equals_one_process(schedule):
+def test_cut_sequences_beside_replicas_equal_one_process():
     check(
-        Sizes(pipeline=2, data=2, microbatches=4, schedule=schedule),
-        Sizes(pipeline=2, tensor=2, microbatches=4, schedule=schedule, sequence_parallel=True),
+        Sizes(data=2, context=2, microbatches=2),
+        Sizes(data=2, context=2, attention="all_to_all", zero=1),
+        Sizes(data=2, context=2, zero=3, microbatches=2),
+    )
+
+
+def test_cut_sequences_beside_divided_layers_equal_one_process():
+    check(
+        Sizes(context=2, tensor=2, microbatches=2),
+        Sizes(context=2, tensor=2, attention="all_to_all"),
+        Sizes(context=2, tensor=2, sequence_parallel=True, zero=2),
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_beside_every_other_axis_equals_one_process(schedule):
+    pipeline = {"pipeline": 2, "microbatches": 4, "schedule": schedule}
+    check(
+        Sizes(data=2, **pipeline),
+        Sizes(tensor=2, sequence_parallel=True, **pipeline),
+        Sizes(context=2, attention="ring" if schedule in ("1f1b", "zb_v") else "all_to_all", **pipeline),
+    )
+
+
+def test_experts_in_pipelines_equal_one_process():
+    check(
+        *(Sizes(pipeline=2, data=2, expert_ranks=2, microbatches=4, schedule=s) for s in ("1f1b", "zb_v")),
+        experts=MOE,
     )
 
 
@@ -100,31 +152,53 @@ def test_a_tied_embedding_gets_the_sum_of_both_stages():
     check(Sizes(pipeline=2, data=2, microbatches=2))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_all_three_axes_on_eight_ranks_equal_one_process(tied):
+def test_experts_divided_among_replicas_equal_one_process():
+    check(
+        Sizes(data=2, expert_ranks=2, microbatches=2),
+        Sizes(data=2, expert_ranks=2, recompute=True, microbatches=2),
+        Sizes(data=2, microbatches=2),
+        Sizes(data=2, zero=1),
+        experts=MOE,
+        num_layers=2,
+    )
+
+
+def test_divided_experts_beside_replicas_divided_layers_and_cut_sequences_equal_one_process():
+    check(
+        Sizes(data=4, expert_ranks=2),
+        Sizes(data=4, zero=3),
+        Sizes(data=2, tensor=2, expert_ranks=2, microbatches=2),
+        Sizes(data=2, tensor=2, expert_ranks=2, microbatches=2, recompute=True),
+        Sizes(data=2, context=2, expert_ranks=2, microbatches=2),
+        Sizes(data=2, context=2, expert_ranks=4, attention="all_to_all"),
+        experts=MOE,
+        num_layers=2,
+    )
+
+
+def test_dropped_tokens_are_those_of_one_process_with_the_same_capacity():
+    experts = Experts(MoEConfig(4, 2, capacity=0.8), aux_weight=0.3)
+    check(Sizes(data=2, expert_ranks=2, microbatches=2), experts=experts, num_layers=2)
+
+
+def test_all_axes_on_eight_ranks_equal_one_process():
     check(
         Sizes(pipeline=2, data=2, tensor=2, microbatches=2),
         Sizes(pipeline=2, data=2, tensor=2, microbatches=2, sequence_parallel=True, zero=1),
-        tied=tied,
+        tied=False,
+    )
+    check(
+        Sizes(pipeline=2, context=2, tensor=2, expert_ranks=2, microbatches=2),
+        Sizes(pipeline=2, data=2, context=2, expert_ranks=4, microbatches=2, recompute=True),
+        experts=MOE,
+        num_layers=2,
     )
 
 
 def test_odd_sizes_of_axes_equal_one_process():
     check(Sizes(pipeline=3, data=2, microbatches=3), Sizes(pipeline=2, data=3, microbatches=2, zero=1))
-    check(Sizes(data=2, tensor=3), Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)
-
-
-def test_a_rank_without_any_gradient_takes_part_in_clipping_on_the_device_of_the_others():
-    def device(cluster: Cluster) -> str:
-        # Each parameter is on the CPU, and the example alone says where the run computes.
-        example = torch.zeros((1, TIME), dtype=torch.int64, device="meta")
-        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes()), example)
-        return hybrid.clip_grad_norm_(1.0).device.type
-
-    assert run_ranks(device, 1) == ["meta"]
-
-
-MLP = {"mlp": (6, 8, 4, 4, 12, 6)}  # the last layer is divided by its outputs
+    check(Sizes(pipeline=2, tensor=3, microbatches=2), num_heads=6, width=12)
+    check(Sizes(context=3), Sizes(context=3, attention="all_to_all"), num_heads=6, num_kv_heads=3, width=12)
 
 
 def test_an_mlp_on_each_axis_and_on_every_pair():
@@ -143,19 +217,74 @@ def test_an_mlp_on_each_axis_and_on_every_pair():
     )
 
 
-def test_an_mlp_on_all_three_axes():
-    check(Sizes(pipeline=2, data=2, tensor=2, microbatches=2, recompute=True), **MLP)
+@st.composite
+def combinations(draw: st.DrawFn) -> tuple[Sizes, Experts | None]:
+    """Draw sizes for 1, 2 or 4 ranks, of which refuse_sizes may refuse some."""
+    ranks = draw(st.sampled_from([1, 2, 4, 4]))
+    axes = {}
+    for axis in ("pipeline", "tensor", "context"):
+        axes[axis] = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
+        ranks //= axes[axis]
+    more = {
+        "zero": draw(st.sampled_from([0, 0, 1, 2, 3])),
+        "attention": draw(st.sampled_from(["ring", "all_to_all"])),
+        "expert_ranks": draw(st.sampled_from([1, 2, 4])),
+        "sequence_parallel": draw(st.booleans()),
+        "schedule": draw(st.sampled_from(list(SCHEDULES))),
+        "microbatches": draw(st.integers(1, 4)),
+        "recompute": draw(st.booleans()),
+    }
+    return Sizes(data=ranks, **axes, **more), draw(st.sampled_from([None, MOE]))
 
 
-def test_a_second_backward_before_zero_grad_is_refused():
+@settings(
+    max_examples=int(os.environ.get("COMBINATIONS", 16)),
+    derandomize="COMBINATIONS" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+@given(combinations())
+def test_a_combination_of_sizes_is_refused_or_trains_as_one_process(combination):
+    sizes, experts = combination
+    rows, num_experts = 2 * sizes.data * sizes.microbatches, experts.moe.num_experts if experts else 1
+    try:
+        refuse_sizes(sizes, gpt().config, rows, sizes.world_size, num_experts)
+    except WorkbookError:
+        return
+    check(sizes, experts=experts)
+
+
+def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
+    def work(cluster: Cluster) -> tuple[float, bool]:
+        parameter = nn.Parameter(torch.zeros(2))
+        gradient = torch.tensor([3.0, 4.0]) if cluster.rank == 0 else None
+        norm = clip_over((None,), [(parameter, gradient)], set(), 1.0, None)
+        return norm.item(), norm.dtype == torch.float64
+
+    assert run_ranks(work, 2) == [(5.0, True), (5.0, True)]
+
+
+def test_a_rank_without_any_gradient_takes_part_in_clipping_on_the_device_of_the_others():
+    def device(cluster: Cluster) -> str:
+        # Each parameter is on the CPU, and the example alone says where the run computes.
+        example = torch.zeros((1, TIME), dtype=torch.int64, device="meta")
+        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes()), example)
+        return hybrid.clip_grad_norm_(1.0).device.type
+
+    assert run_ranks(device, 1) == ["meta"]
+
+
+def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_refused():
     def work(cluster: Cluster) -> None:
+        x, y = batch(2)
         for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3), Sizes(tensor=2)):
-            x, y = batch(2)
             hybrid = HybridParallel(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
             hybrid.backward(x, y)
             with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):
                 hybrid.backward(x, y)
             hybrid.optimizer.zero_grad()
             hybrid.backward(x, y)
+        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes(context=2)), x)
+        with pytest.raises(WorkbookError, match="The sequences have 8 tokens, and were cut for 12"):
+            hybrid.own_tokens(x[:, :8])
 
     run_ranks(work, 2)

@@ -7,12 +7,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of
+from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
+
+GPT = GPTConfig(num_layers=8, num_heads=6, width=24)
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
@@ -39,33 +41,15 @@ def formed(sizes: ParallelSizes) -> dict[str, list[list[int]]]:
     }
 
 
-def test_ranks_that_differ_in_one_coordinate_form_a_group_and_neighbours_divide_a_layer():
-    groups = formed(ParallelSizes(pipeline=2, data=2, tensor=2))
-    assert groups["pipeline"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert groups["context"] == [[0], [1], [2], [3], [4], [5], [6], [7]]
-    assert groups["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups["replicas"] == groups["data"]
-
-
-def test_ranks_that_cut_sequences_are_replicas_together_with_the_ranks_of_the_data_axis():
+def test_ranks_that_differ_in_one_coordinate_form_a_group_and_those_along_data_and_context_are_replicas():
     groups = formed(ParallelSizes(pipeline=2, data=2, context=2, expert_ranks=2))
     assert groups["pipeline"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups["context"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups["tensor"] == [[0], [1], [2], [3], [4], [5], [6], [7]]
     assert groups["replicas"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert groups["share experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert groups["hold the same"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-
-
-def test_experts_are_divided_among_neighbouring_replicas_on_twelve_ranks():
-    groups = formed(ParallelSizes(data=3, context=2, tensor=2, expert_ranks=3))
-    assert groups["data"] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
-    assert groups["context"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11]]
-    assert groups["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert groups["replicas"] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
-    assert groups["share experts"] == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
-    assert groups["hold the same"] == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
 
 
 def test_neighbours_are_in_one_tensor_group_and_stages_are_the_farthest_apart():
@@ -103,6 +87,11 @@ def test_torchs_own_device_mesh_has_the_same_groups():
     run_ranks(same, 8)
 
 
+def test_replicas_and_stages_draw_masks_of_their_own():
+    streams = [stream_of(rank, ParallelSizes(pipeline=2, data=2, tensor=2)) for rank in range(8)]
+    assert streams == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_the_picture_has_every_rank_at_its_coordinates():
     assert drawn(ParallelSizes(pipeline=2, data=2, tensor=2)).splitlines() == [
         "8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)",
@@ -112,9 +101,7 @@ def test_the_picture_has_every_rank_at_its_coordinates():
         "replica 0   rank 0     rank 1        rank 4     rank 5",
         "replica 1   rank 2     rank 3        rank 6     rank 7",
     ]
-    assert drawn(ParallelSizes(pipeline=2, data=2, context=2)).splitlines() == [
-        "8 ranks = 2 (pipeline) x 2 (data) x 2 (context) x 1 (tensor)",
-        "",
+    assert drawn(ParallelSizes(pipeline=2, data=2, context=2)).splitlines()[2:] == [
         "                       stage 0       stage 1",
         "                       tensor 0      tensor 0",
         "replica 0, context 0   rank 0        rank 4",
@@ -122,150 +109,54 @@ def test_the_picture_has_every_rank_at_its_coordinates():
         "replica 1, context 0   rank 2        rank 6",
         "replica 1, context 1   rank 3        rank 7",
     ]
-    assert drawn(ParallelSizes(context=2, tensor=2)).splitlines()[2:] == [
-        "                       stage 0",
-        "                       tensor 0   tensor 1",
-        "replica 0, context 0   rank 0     rank 1",
-        "replica 0, context 1   rank 2     rank 3",
-    ]
+
+
+REFUSED = [
+    ({"data": 3}, "3 ranks = .* but there are 4 ranks: the product of the axes must be 4"),
+    ({"data": 0}, "data is 0; it must be at least 1"),
+    ({"pipeline": 2, "data": 2, "zero": 2}, "zero is 2 beside a pipeline"),
+    ({"data": 4, "sequence_parallel": True}, "sequence_parallel divides tokens"),
+    ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "12 stages need at least as many layers"),
+    ({"data": 4, "microbatches": 5}, "take a multiple of 20"),
+    ({"tensor": 4}, "tensor is 4; it must divide the model's 6 query heads"),
+    ({"context": 4, "attention": "all_to_all"}, "context is 4; it must divide the 6 key and value heads"),
+    (
+        {"context": 2, "tensor": 2, "attention": "all_to_all"},
+        "context is 2; it must divide the 3 key and value heads that a rank of the tensor axis has",
+    ),
+]
+REFUSED_LENGTH = [
+    {"data": 2, "context": 2},
+    {"context": 4, "attention": "all_to_all"},
+    {"context": 2, "tensor": 2, "attention": "all_to_all", "sequence_parallel": True},
+]
+REFUSED_EXPERTS = [
+    ({"data": 4, "expert_ranks": 2}, 1, "expert_ranks is 2, and the model has no experts"),
+    ({"data": 4, "expert_ranks": 2}, 3, "expert_ranks is 2; it must divide the 3 experts"),
+    ({"data": 2, "tensor": 2, "expert_ranks": 4}, 4, "it must divide the 2 replicas, which are data x"),
+    ({"data": 4, "expert_ranks": 2, "zero": 1}, 4, "zero is 1 and expert_ranks is 2: the "),
+    ({"data": 2, "tensor": 2, "sequence_parallel": True}, 4, "and experts need all of them"),
+]
+REFUSED_FOR_AN_MLP = [
+    ({"data": 2, "context": 2}, 1, "context is 2, and an MLP has no sequences to cut"),
+    ({"data": 4}, 4, "experts is 4, and an MLP has no blocks to put them in; take a gpt."),
+    ({"data": 2, "tensor": 2, "sequence_parallel": True}, 1, "an MLP has none; leave it out."),
+    ({"data": 4, "recompute": True}, 1, "recompute would save no memory"),
+]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("config", "sizes", "experts", "sentence"),
     [
-        (ParallelSizes(data=3), "3 ranks = .* but there are 4"),
-        (ParallelSizes(data=0), "data is 0"),
-        (ParallelSizes(pipeline=2, data=2, zero=2), "zero is 2 beside a pipeline"),
-        (ParallelSizes(data=4, sequence_parallel=True), "sequence_parallel divides tokens"),
-        (
-            ParallelSizes(pipeline=4, schedule="interleaved", chunks=3),
-            "12 stages need at least as many layers",
-        ),
-        (ParallelSizes(data=4, microbatches=5), "take a multiple of 20"),
-        (ParallelSizes(tensor=4), "tensor is 4; it must divide the model's 6 query heads"),
+        *((GPT, sizes, 1, sentence) for sizes, sentence in REFUSED),
+        *((replace(GPT, block_size=126), sizes, 1, "sequences have 126 tokens") for sizes in REFUSED_LENGTH),
+        (replace(GPT, dropout=0.1), {"data": 2, "context": 2}, 1, "attention is ring, which cannot drop"),
+        *((GPT, *refused) for refused in REFUSED_EXPERTS),
+        *((MLPConfig(8, 32), *refused) for refused in REFUSED_FOR_AN_MLP),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused_in_a_sentence(sizes: ParallelSizes, message: str):
-    config = GPTConfig(num_layers=8, num_heads=6, width=24)
-    with pytest.raises(WorkbookError, match=message):
-        refuse_sizes(sizes, config, batch_size=24, world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "changes", "message"),
-    [
-        (ParallelSizes(data=4, context=0), {}, "context is 0; it must be at least 1."),
-        (
-            ParallelSizes(data=2, context=3),
-            {},
-            r"6 ranks = 1 \(pipeline\) x 2 \(data\) x 3 \(context\) x 1 \(tensor\), but there are 4 ranks",
-        ),
-        (
-            ParallelSizes(data=4, attention="flash"),
-            {},
-            "attention is 'flash'; it must be ring",
-        ),
-        (
-            ParallelSizes(data=2, context=2),
-            {"block_size": 126},
-            "context is 2, and sequences have 126 tokens; their number must be a multiple of 4,",
-        ),
-        (
-            ParallelSizes(context=4, attention="all_to_all"),
-            {"block_size": 126},
-            "context is 4, and sequences have 126 tokens; their number must be a multiple of 4,",
-        ),
-        (
-            ParallelSizes(context=2, tensor=2, attention="all_to_all", sequence_parallel=True),
-            {"block_size": 126},
-            "context is 2, and sequences have 126 tokens; their number must be a multiple of 4,",
-        ),
-        (
-            ParallelSizes(context=4, attention="all_to_all"),
-            {},
-            "attention is all_to_all, and context is 4; it must divide the 6 key and value heads",
-        ),
-        (
-            ParallelSizes(context=2, tensor=2, attention="all_to_all"),
-            {},
-            "context is 2; it must divide the 3 key and value heads that a rank of the tensor axis has",
-        ),
-        (ParallelSizes(data=2, context=2), {"dropout": 0.1}, "attention is ring, which cannot drop"),
-    ],
-)
-def test_sequences_that_cannot_be_cut_are_refused_in_a_sentence(
-    sizes: ParallelSizes, changes: dict[str, Any], message: str
+def test_sizes_that_make_no_sense_are_refused_in_a_sentence(
+    config: GPTConfig | MLPConfig, sizes: dict[str, Any], experts: int, sentence: str
 ):
-    config = GPTConfig(num_layers=8, num_heads=6, width=24)
-    with pytest.raises(WorkbookError, match=message):
-        refuse_sizes(sizes, replace(config, **changes), batch_size=24, world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_experts", "message"),
-    [
-        (ParallelSizes(data=4, expert_ranks=0), 4, "expert_ranks is 0; it must be at least 1."),
-        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2, and the model has no experts"),
-        (ParallelSizes(data=4, expert_ranks=2), 3, "expert_ranks is 2; it must divide the 3 experts"),
-        (
-            ParallelSizes(data=2, tensor=2, expert_ranks=4),
-            4,
-            "expert_ranks is 4; it must divide the 2 replicas, which are data x context ranks.",
-        ),
-        (
-            ParallelSizes(data=4, expert_ranks=2, zero=1),
-            4,
-            "zero is 1 and expert_ranks is 2: the ",
-        ),
-        (
-            ParallelSizes(data=2, tensor=2, sequence_parallel=True),
-            4,
-            "sequence_parallel gives each tensor rank some of the tokens, and experts need all of them",
-        ),
-    ],
-)
-def test_experts_that_cannot_be_divided_are_refused_in_a_sentence(
-    sizes: ParallelSizes, num_experts: int, message: str
-):
-    config = GPTConfig(num_layers=8, num_heads=6, width=24)
-    with pytest.raises(WorkbookError, match=message):
-        refuse_sizes(sizes, config, batch_size=24, world_size=4, num_experts=num_experts)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_experts", "message"),
-    [
-        (
-            ParallelSizes(data=2, context=2),
-            1,
-            "context is 2, and an MLP has no sequences to cut",
-        ),
-        (ParallelSizes(data=4), 4, "experts is 4, and an MLP has no blocks to put them in; take a gpt."),
-        (
-            ParallelSizes(data=2, tensor=2, sequence_parallel=True),
-            1,
-            "sequence_parallel divides tokens, and an MLP has none; leave it out.",
-        ),
-        (ParallelSizes(data=4, recompute=True), 1, "recompute would save no memory"),
-        (ParallelSizes(data=4, expert_ranks=2), 1, "expert_ranks is 2, and the model has no experts"),
-    ],
-)
-def test_what_an_mlp_does_not_have_is_refused_in_a_sentence(
-    sizes: ParallelSizes, num_experts: int, message: str
-):
-    with pytest.raises(WorkbookError, match=message):
-        refuse_sizes(sizes, MLPConfig(8, 32), batch_size=24, world_size=4, num_experts=num_experts)
-
-
-def test_cut_sequences_and_divided_experts_that_fit_are_not_refused():
-    config = GPTConfig(num_layers=8, num_heads=6, width=24)
-    for sizes in (
-        ParallelSizes(data=2, context=2, expert_ranks=4),
-        ParallelSizes(context=2, tensor=2, expert_ranks=2),
-        ParallelSizes(context=2, tensor=2, sequence_parallel=True),
-    ):
-        refuse_sizes(sizes, config, 24, 4, num_experts=1 if sizes.sequence_parallel else 4)
-    # All-to-alls let each rank attend with some heads in full, so these can drop attention probabilities.
-    dropping = ParallelSizes(data=2, context=2, attention="all_to_all")
-    refuse_sizes(dropping, replace(config, dropout=0.1), 24, 4)
-    refuse_sizes(ParallelSizes(data=4), replace(config, dropout=0.1), 24, 4)
+    with pytest.raises(WorkbookError, match=sentence):
+        refuse_sizes(ParallelSizes(**sizes), config, 24, 4, experts)

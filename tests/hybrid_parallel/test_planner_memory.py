@@ -1,4 +1,4 @@
-"""The planner's shapes and its memory model count what the papers, the lessons and the real models have."""
+"""The planner's shapes and its memory model count what papers, lessons, models and real ranks have."""
 
 import json
 from dataclasses import astuple, replace
@@ -7,23 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner.memory import (
     experts_of,
-    has_head,
     layer_activations,
-    layers_of,
     parameters_of,
     predict_memory,
 )
-from hybrid_parallel.planner.shapes import SHAPES, MLPShape, ModelShape, shape_of, shape_of_config
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, shape_of, shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT as Model
 from lab.models.model import MLP, SIZES, GPTConfig, MLPConfig, loss_of
-from lab.trace.memory import saved_activations
-from pipeline_parallel.analysis import theory
+from lab.ranks import run_ranks
+from lab.trace.memory import live_bytes, saved_activations
 from pipeline_parallel.analysis.simulate import Costs, simulate
-from pipeline_parallel.schedules import table_of
+from pipeline_parallel.schedules import SCHEDULES, table_of
 from tensor_parallel.expected_traffic import activations_formula
 from zero.memory import Held, formula
 
@@ -51,8 +52,6 @@ def written(path: Path, content: object) -> str:
 def test_a_shape_has_the_parameters_of_the_real_model(tmp_path):
     for name, config in SIZES.items():
         assert sum(p.numel() for p in Model(config).parameters()) == shape_of(name).num_parameters
-    grouped = GPTConfig(num_layers=2, num_heads=4, num_kv_heads=2, width=32, tied=False)
-    assert sum(p.numel() for p in Model(grouped).parameters()) == shape_of_config(grouped).num_parameters
     mlp = MLPConfig(num_layers=5, width=48, inputs=64, outputs=10)
     parameters = list(MLP(mlp.sizes).parameters())
     assert shape_of_config(mlp).num_parameters == sum(p.numel() for p in parameters)
@@ -63,9 +62,6 @@ def test_a_shape_has_the_parameters_of_the_real_model(tmp_path):
     assert {name: SHAPES[name].num_parameters for name in published} == published
     for config, number in ((LLAMA, 8_030_261_248), (GPT2, 124_439_808), (MIXTRAL, 46_702_792_704)):
         assert shape_of(written(tmp_path / "config.json", config)).num_parameters == number
-    shape = SHAPES["mixtral-8x7b"]
-    weights = shape.num_layers * shape.active_weights + shape.head_parameters + sum(shape.first_parameters)
-    assert weights == pytest.approx(12.88e9, rel=0.001)  # "13B active parameters", Jiang et al. 2024
 
 
 def test_operations_are_those_of_the_formula_in_the_megatron_paper():
@@ -79,8 +75,6 @@ def test_operations_are_those_of_the_formula_in_the_megatron_paper():
     [
         ("{", "cannot be read"),
         ({"model_type": "mamba"}, "a model of type 'mamba', which the planner does not know"),
-        ("[]", "a model of type None"),
-        (GPT2 | {"n_layer": "12"}, "n_layer is '12'; it must be an integer."),
         ({"model_type": "llama"}, "num_hidden_layers is None; it must be an integer."),
         (GPT2 | {"n_embd": 769}, "12 heads must divide the width 769"),
         (GPT2 | {"n_embd": -8}, "width of a model is -8; it must be at least 1."),
@@ -96,7 +90,7 @@ def test_a_wrong_file_is_refused_in_one_sentence_with_its_name(tmp_path, content
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 8])
 def test_a_layers_activations_are_those_of_korthikantis_equations_2_and_4(
     ranks: int, sequence_parallel: bool
 ):
@@ -104,12 +98,6 @@ def test_a_layers_activations_are_those_of_korthikantis_equations_2_and_4(
     sizes = ParallelSizes(tensor=ranks, sequence_parallel=sequence_parallel, precision="bf16")
     expected = activations_formula(config, 3, ranks, sequence_parallel)
     assert 3 * 32 * layer_activations(GPT, sizes) == pytest.approx(expected)
-
-
-def test_norms_are_divided_by_sequence_parallelism_only():
-    of = [layer_activations(GPT, ParallelSizes(tensor=t, sequence_parallel=True)) for t in (1, 4)]
-    assert of[0] / of[1] == 4
-    assert layer_activations(GPT, ParallelSizes(tensor=4)) > of[1]
 
 
 @pytest.mark.parametrize("name", ["small", "24heads"])
@@ -131,15 +119,7 @@ def test_the_state_of_a_rank_is_the_papers_table(zero: int):
     assert (held.parameters, held.gradients, held.optimizer_state) == astuple(expected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v"])
-def test_all_ranks_together_hold_each_layer_once(schedule: str):
-    for shape in (GPT, replace(GPT, num_layers=11)):
-        sizes = ParallelSizes(pipeline=3, schedule=schedule, chunks=3)
-        assert sum(layers_of(shape, sizes, rank) for rank in range(3)) == shape.num_layers
-        assert sum(has_head(sizes, rank) for rank in range(3)) == 1
-
-
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts(schedule: str):
     shape = replace(GPT, num_layers=16, vocab_size=1, tied=False)  # the ranks hold almost equal parameters
     for microbatches in (1, 4, 9):
@@ -148,9 +128,7 @@ def test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts(sched
         timeline = simulate(table_of(schedule, 4, microbatches, 2), Costs.equal(sizes.num_stages, 1, 1, 1))
         layer = shape.sequence_length * layer_activations(shape, sizes)
         stage = round(layer * shape.num_layers / sizes.num_stages)
-        held = [stage * count for count in timeline.peak_held]
-        assert predicted == max(held)
-        assert held == [theory.held(schedule, 4, microbatches, 2, rank) * stage for rank in range(4)]
+        assert predicted == max(stage * count for count in timeline.peak_held)
 
 
 def test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more():
@@ -161,33 +139,6 @@ def test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more():
     assert again.temporary - kept.temporary == of_layer
 
 
-def test_a_vocabulary_counts_on_the_rank_with_the_head_alone():
-    small, large = (replace(GPT, vocab_size=size) for size in (256, 512))
-    sizes = ParallelSizes(tensor=2, microbatches=1)
-    more = predict_memory(large, sizes, 2).temporary - predict_memory(small, sizes, 2).temporary
-    assert more == 2 * 32 * 256 / 2 * (4 + 4)
-
-
-def test_sequence_parallelism_divides_the_final_norm_and_the_input_of_each_layer():
-    sizes = ParallelSizes(tensor=2, recompute=True)
-    full, divided = (predict_memory(GPT, replace(sizes, sequence_parallel=sp), 1) for sp in (False, True))
-    assert full.activations == 2 * divided.activations
-    layers = [layer_activations(GPT, replace(sizes, sequence_parallel=sp)) for sp in (False, True)]
-    norm = GPT.last_numbers[0] * 4
-    expected = GPT.sequence_length * (layers[0] - layers[1] + norm / 2)
-    assert full.temporary - divided.temporary == pytest.approx(expected)
-
-
-def test_zero_3_holds_the_parameters_of_two_layers_and_the_gradients_of_one_for_a_time():
-    zero_2, zero_3 = (predict_memory(GPT, ParallelSizes(data=4, tensor=2, zero=z), 4) for z in (2, 3))
-    assert zero_3.temporary - zero_2.temporary == sum(GPT.dense_parameters) / 2 * (4 + 4 + 4)
-
-
-def test_a_context_axis_divides_tokens_and_state():
-    one, four = (predict_memory(GPT, ParallelSizes(zero=3, context=context), 1) for context in (1, 4))
-    assert one.activations == 4 * four.activations and one.parameters == 4 * four.parameters
-
-
 def test_microbatches_divide_what_a_step_holds_without_a_pipeline():
     one, four = (predict_memory(GPT, ParallelSizes(data=2, microbatches=m), 8) for m in (1, 4))
     assert 4 * four.activations == one.activations
@@ -195,7 +146,7 @@ def test_microbatches_divide_what_a_step_holds_without_a_pipeline():
 
 
 def test_an_mlp_holds_inputs_and_output_gradients_of_the_weight_gradients_that_come_later():
-    shape = MLPShape(num_layers=8, width=48, inputs=48, outputs=48)
+    shape = shape_of_config(MLPConfig(num_layers=8, width=48, inputs=48, outputs=48))
     gpipe, zero_bubble = (
         predict_memory(shape, ParallelSizes(pipeline=2, microbatches=2, schedule=schedule), 16)
         for schedule in ("gpipe", "zb_h1")
@@ -216,3 +167,42 @@ def test_expert_ranks_divide_experts_and_nothing_else():
     whole = 32 + 32 + 8
     assert parameters_of(EXPERTS, both, 0) == whole + (dense - whole) / 2 + 4 / 2 * ((expert - 8) / 2 + 8)
     assert experts_of(replace(EXPERTS, experts=1, active_experts=1), ParallelSizes(data=2), 0) == 0
+
+
+WAYS = [
+    ParallelSizes(data=4),
+    *(ParallelSizes(data=2, tensor=2, zero=zero) for zero in (1, 2, 3)),
+    ParallelSizes(data=4, precision="bf16"),
+    ParallelSizes(tensor=4),
+    ParallelSizes(pipeline=4, microbatches=2),
+    ParallelSizes(pipeline=2, tensor=2),
+]
+
+
+def test_ranks_hold_the_parameters_gradients_and_optimizer_state_that_are_predicted():
+    config = GPTConfig.named("tiny", num_layers=4)
+
+    def held(cluster: Cluster) -> list[list[int]]:
+        found = []
+        for sizes in WAYS:
+            tokens = torch.zeros(8 // sizes.data, 33, dtype=torch.int64)
+            example = tokens[: len(tokens) // sizes.microbatches, :-1]
+            hybrid = HybridParallel(Model(config), Mesh(cluster, sizes), example)
+            hybrid.optimizer.zero_grad()
+            hybrid.backward(tokens[:, :-1], tokens[:, 1:])
+            [group] = hybrid.optimizer.param_groups
+            parameters = [*hybrid.plain.parameters(), *group["params"]]
+            gradients = live_bytes({"gradients": [each.grad for each in parameters]})["gradients"]
+            hybrid.optimizer.step()
+            state = [tensor for each in hybrid.optimizer.state.values() for tensor in each.values()]
+            by_class = live_bytes({"optimizer": state, "parameters": parameters})
+            found.append([by_class["parameters"], gradients, by_class["optimizer"]])
+        return found
+
+    for sizes, *of_ranks in zip(WAYS, *run_ranks(held, 4), strict=True):
+        plan = predict_memory(shape_of_config(config), sizes, 8, autocast=True)
+        expected = [plan.parameters, plan.gradients, plan.optimizer_state]
+        # The rank of a pipeline that holds the most of all together may have a little less of one of them.
+        tolerance = 0.02 if sizes.pipeline == 1 else 0.05
+        most = [max(each) for each in zip(*of_ranks, strict=True)]
+        assert most == pytest.approx(expected, rel=tolerance), sizes

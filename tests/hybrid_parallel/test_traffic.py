@@ -1,5 +1,8 @@
 """The bytes that each axis of a mesh sends: as the ledger counts them, and by formula."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from comm.collectives import all_reduce
@@ -59,35 +62,27 @@ def a_hybrid(cluster: Cluster, sizes: ParallelSizes) -> HybridParallel:
     return HybridParallel(gpt().float(), Mesh(cluster, sizes), example, torch.optim.SGD, lr=0.1)
 
 
-def test_an_axis_sends_what_the_formulas_say_with_each_pattern_in_16_bits_and_when_blocks_are_recomputed():
-    every = [
-        ParallelSizes(data=2, pattern="tree"),
-        ParallelSizes(data=2, zero=1, pattern="torch"),
-        ParallelSizes(data=2, zero=2, pattern="auto"),
-        ParallelSizes(tensor=2, pattern="auto"),
-        ParallelSizes(data=2, zero=3, recompute=True, pattern="tree"),
-        ParallelSizes(tensor=2, precision="bf16"),
-        ParallelSizes(tensor=2, precision="bf16", sequence_parallel=True, recompute=True),
-        ParallelSizes(pipeline=2, precision="bf16", microbatches=2, pattern="tree"),
-    ]
-    for of_rank in run_ranks(lambda cluster: [sent_and_expected(cluster, sizes) for sizes in every], 2):
-        for sizes, (sent, expected) in zip(every, of_rank, strict=True):
-            assert sent == expected, sizes
+BLOCKS = [
+    ParallelSizes(data=2, pattern="tree"),
+    ParallelSizes(data=2, zero=1, pattern="torch"),
+    ParallelSizes(data=2, zero=2, pattern="auto"),
+    ParallelSizes(tensor=2, pattern="auto"),
+    ParallelSizes(data=2, zero=3, recompute=True, pattern="tree"),
+    ParallelSizes(tensor=2, precision="bf16"),
+    ParallelSizes(tensor=2, precision="bf16", sequence_parallel=True, recompute=True),
+    ParallelSizes(pipeline=2, precision="bf16", microbatches=2, pattern="tree"),
+]
+STAGES = ParallelSizes(pipeline=2, tensor=2, microbatches=2, recompute=True)
+# A stage recomputes its forward up to the last collective.
+STAGES = [replace(STAGES, sequence_parallel=True), replace(STAGES, schedule="interleaved")]
 
 
-def test_a_stage_recomputes_its_forward_up_to_the_last_collective():
-    every = [
-        ParallelSizes(
-            pipeline=2,
-            tensor=2,
-            microbatches=2,
-            recompute=True,
-            schedule=schedule,
-            sequence_parallel=schedule == "1f1b",
-        )
-        for schedule in ("1f1b", "interleaved")
-    ]
-    for of_rank in run_ranks(lambda cluster: [sent_and_expected(cluster, sizes) for sizes in every], 4):
+@pytest.mark.parametrize("every", [BLOCKS, STAGES], ids=["2 ranks", "4 ranks"])
+def test_an_axis_sends_what_the_formulas_say_with_each_pattern_in_16_bits_and_with_recomputation(every):
+    def work(cluster: Cluster) -> list[tuple[ByAxis, ByAxis]]:
+        return [sent_and_expected(cluster, sizes) for sizes in every]
+
+    for of_rank in run_ranks(work, every[0].world_size):
         for sizes, (sent, expected) in zip(every, of_rank, strict=True):
             assert sent == expected, sizes
 
