@@ -4,9 +4,8 @@ import ast
 import contextlib
 import functools
 import importlib
-import pydoc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 from unittest import mock
@@ -54,12 +53,15 @@ def few_steps(mode: str) -> list[str]:
     return FEW_STEPS.get(mode, ["--steps", "1"])
 
 
-LINK = Link(1e-4, 1e-9)
-_MEASURING = (
-    "training.run.measure_all_reduce",
-    "training.run.measure_link",
-    "pipeline_parallel.script.measure_link",
-)
+@contextlib.contextmanager
+def without_measuring() -> Iterator[None]:
+    """Give a link's alpha and beta: measuring them takes most of the time of a short run."""
+    link = Link(1e-4, 1e-9)
+    with (
+        mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
+        mock.patch("pipeline_parallel.script.measure_link", lambda *_, **__: link),
+    ):
+        yield
 
 
 def offers(mode: str, option: str, choice: str | None = None) -> bool:
@@ -69,10 +71,7 @@ def offers(mode: str, option: str, choice: str | None = None) -> bool:
 
 
 def train(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
-    """Run the mode's `main` with the options of a command line, and return this rank's report.
-
-    The link's alpha and beta are given and not measured, which takes most of the time of a short run.
-    """
+    """Run the mode's `main` with the options of a command line, and return this rank's report."""
     reports: list[dict[str, Any]] = []
     finish = Run.finish
 
@@ -81,10 +80,6 @@ def train(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
         return reports[-1]
 
     main, arguments = start_of(mode)
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Run, "finish", noting))
-        for path in _MEASURING:
-            if pydoc.locate(path) is not None:
-                patches.enter_context(mock.patch(path, lambda *_, **__: LINK))
+    with without_measuring(), mock.patch.object(Run, "finish", noting):
         main(cluster, tyro.cli(arguments, args=[*options, "--json"]))
     return reports[-1]

@@ -20,16 +20,8 @@ A shard says which elements of which full tensor a rank holds:
        18 19 20 21 22 23       21 22 23                          .  .  .        21 22 23
                               offset (0, 3)                    start 0         start 6
 
-A model that divides something among ranks has one method for its checkpoints:
-
-    def shards(self, optimizer) -> list[Shard]:
-        "Return what this rank holds of each full tensor of the model, and of the optimizer's state."
-        return [
-            shard
-            for name, parameter in self.module.named_parameters()
-            for shard in shards_of(name, parameter, optimizer, self.full_shapes[name], self.offsets[name])
-        ]
-
+A model that divides something among ranks has a method `shards(optimizer)`: it returns what a rank holds of
+each full tensor of the model and of the optimizer's state, as `shards_of` gives it for each parameter.
 Names are those of the plain model on one process; a tied parameter is given once, by its first name. Ranks
 that hold the same elements all say so: one of them saves these. The optimizer's state is looked up by the
 tensor that the optimizer updates, and has the same places as this tensor.
@@ -43,9 +35,9 @@ and at load finds those that overlap what is wanted. A range of a flattened tens
           step-120.tmp-5f0c/           being written; becomes step-120 when all ranks are done
               __0_0.distcp             the boxes that rank 0 has saved, one after the other, without a gap
               __1_0.distcp
-              manifest                 for each full tensor its dtype, shape and boxes; for each box the file,
-                                       the place in it, and a CRC-32; what was given as `extra`. The last
-                                       line is the SHA-256 of the text
+              manifest                 for each box its tensor's name, dtype and shape, where it lies in the
+                                       tensor and in which file, and a CRC-32; what was given as `extra`.
+                                       The last line is the SHA-256 of the text
 
 DCP's own list of the boxes is a pickle, which may run any code when it is loaded. The manifest is JSON, and
 torch.load reads the boxes with weights_only, so loading runs no code from the files.
@@ -351,9 +343,7 @@ class Checkpoints:
                 kinds[kind] = saved.properties.dtype, is_scalar
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
             for kind, (dtype, is_scalar) in kinds.items():
-                zeros = (
-                    torch.zeros((), dtype=dtype) if is_scalar else torch.zeros_like(parameter, dtype=dtype)
-                )
+                zeros = torch.zeros_like(torch.zeros(()) if is_scalar else parameter, dtype=dtype)
                 optimizer.state[parameter].setdefault(kind, zeros)
 
     def _found(self, step: int) -> "Found":

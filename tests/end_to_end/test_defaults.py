@@ -3,19 +3,17 @@
 import functools
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import tyro
 
-from comm.cost import Link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.meter import Meter
-from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of
+from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of, without_measuring
 from training.run import Run
 
 NAMES = [mode for mode, _, _ in MODES]
@@ -28,25 +26,10 @@ class TheLoopBegins(Exception):
     """Raised where a run would take its first step."""
 
 
-def at_once(work: Callable[[Cluster], Any]) -> Callable[[Cluster], Any]:
-    """Let the runs in `work` take a link's alpha and beta as given, instead of measuring them each time."""
-
-    def without_measuring(cluster: Cluster) -> Any:
-        link = Link(1e-4, 1e-9)
-        with (
-            mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
-            mock.patch("pipeline_parallel.script.measure_link", lambda *_, **__: link),
-        ):
-            return work(cluster)
-
-    return without_measuring
-
-
 @functools.cache
 def reports(world_size: int) -> dict[str, dict[str, Any]]:
     """Run every mode with its defaults for a few steps; return rank 0's report of each that has one."""
 
-    @at_once
     def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
         printed: dict[str, dict[str, Any]] = {}
         finish = Meter.finish
@@ -57,7 +40,7 @@ def reports(world_size: int) -> dict[str, dict[str, Any]]:
                 return printed[mode]
 
             main, arguments = start_of(mode)
-            with mock.patch.object(Meter, "finish", noting):
+            with without_measuring(), mock.patch.object(Meter, "finish", noting):
                 main(cluster, tyro.cli(arguments, args=few_steps(mode)))
         return printed
 
@@ -76,13 +59,12 @@ def test_every_mode_trains_with_its_defaults(world_size: int):
 
 @pytest.mark.parametrize("world_size", [1, 3, 6, 8])
 def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
-    @at_once
     def work(cluster: Cluster) -> list[str]:
         begun = []
         for mode in NAMES:
             main, arguments = start_of(mode)
             args = tyro.cli(arguments, args=few_steps(mode))
-            with mock.patch.object(Run, "step", side_effect=TheLoopBegins):
+            with without_measuring(), mock.patch.object(Run, "step", side_effect=TheLoopBegins):
                 try:
                     main(cluster, args)
                 except TheLoopBegins:
