@@ -35,7 +35,7 @@ from benchmarks.side_by_side import Rows, Seconds, Step, medians, row, show
 from comm import collectives as c
 from comm.point_to_point import recv, send
 from comm.transport.choice import use_transport
-from comm.transport.segment import is_possible
+from comm.transport.shared_memory import is_possible
 from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

@@ -278,19 +278,6 @@ def _predicted(op: str, num_bytes: int, ranks: int, link: Link) -> dict[str, flo
     return {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
 
 
-def hierarchical_seconds(num_bytes: int, hosts: Hosts, link: Link, between: Link) -> float:
-    """Return the predicted seconds of an all-reduce with the pattern hierarchical, without headers.
-
-    `link` is that between two ranks of a host. By `between` a host sends to others, and its ranks share it.
-    """
-    per_host = [len(ranks) for ranks in ranks_by_host(hosts)]
-    h, m = len(per_host), max(per_host)
-    across = 2 * (h - 1) * (between.alpha + num_bytes / h * between.beta)
-    if len(set(per_host)) == 1:
-        return 2 * (m - 1) * (link.alpha + num_bytes / m * link.beta) + across
-    return 2 * _log2_up(m) * (link.alpha + num_bytes * link.beta) + across
-
-
 def model_of(op: str, pattern: str) -> str:
     """Return the pattern whose formulas apply: for "torch" the best-known one, else `pattern` itself."""
     if pattern != "torch":

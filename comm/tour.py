@@ -64,20 +64,17 @@ class Args:
 
 
 def call(op: str, pattern: str, t: Tensors) -> None:
-    """Call one collective on the full tensor and on this rank's shard."""
-    full, shard, root = t["full"], t["shard"], 0
-    operations: dict[str, Callable[[], object]] = {
-        "barrier": lambda: c.barrier(pattern=pattern),
-        "broadcast": lambda: c.broadcast(full, root, pattern=pattern),
-        "scatter": lambda: c.scatter(shard, full, root, pattern=pattern),
-        "gather": lambda: c.gather(shard, full, root, pattern=pattern),
-        "reduce": lambda: c.reduce(full, "sum", root, pattern=pattern),
-        "all_gather": lambda: c.all_gather(full, shard, pattern=pattern),
-        "reduce_scatter": lambda: c.reduce_scatter(shard, full, pattern=pattern),
-        "all_reduce": lambda: c.all_reduce(full, pattern=pattern),
-        "all_to_all": lambda: c.all_to_all(t["out"], full, pattern=pattern),
+    """Call one collective on the full tensor and on this rank's shard. The root is rank 0."""
+    full, shard = t["full"], t["shard"]
+    arguments = {
+        "barrier": (),
+        "scatter": (shard, full),
+        "gather": (shard, full),
+        "all_gather": (full, shard),
+        "reduce_scatter": (shard, full),
+        "all_to_all": (t["out"], full),
     }
-    operations[op]()
+    getattr(c, op)(*arguments.get(op, (full,)), pattern=pattern)
 
 
 TOUCHED = {  # the tensors that an operation uses; if it is not listed, full and shard

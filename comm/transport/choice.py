@@ -1,7 +1,7 @@
 """Choose the transport of a group: how its messages travel.
 
     auto            shared memory where two ranks have it, else sockets
-    shared_memory   a ring buffer, or the sender's own memory (memory_ends.py)
+    shared_memory   a ring buffer (shared_memory.py)
     sockets         connections of our own: Unix sockets on one machine, else TCP (sockets.py)
     gloo            gloo's connections and threads (wire/wire.py)
 
@@ -14,7 +14,7 @@ import weakref
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.transport import segment
+from comm.transport import shared_memory
 from comm.wire.wire import Group, group_of
 
 TRANSPORTS = ("auto", "shared_memory", "sockets", "gloo")
@@ -33,7 +33,7 @@ def use_transport(transport: str | None, group: Group = None) -> None:
         raise CommError(f"There is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}.")
     if transport in ("sockets", "shared_memory") and not CAN_POLL:
         raise CommError(f"Transport {transport!r} polls sockets, which Windows cannot do; take 'gloo'.")
-    if transport == "shared_memory" and not segment.is_possible():
+    if transport == "shared_memory" and not shared_memory.is_possible():
         raise CommError("Transport 'shared_memory' needs memory without a name, as Linux has; take 'auto'.")
     if group is None:
         _default = transport or "auto"

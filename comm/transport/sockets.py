@@ -8,7 +8,7 @@ Another program may connect as well, but it does not know the token, and its con
 
     TCP           on the interface that leads to the other ranks
     Unix socket   between ranks of one machine: less than half of TCP's time for a byte. The hello may bring
-                  memory that both share (segment.py)
+                  memory that both share (shared_memory.py)
 """
 
 import hashlib
@@ -21,13 +21,12 @@ import sys
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
-from comm.transport import cross_memory, segment
-from comm.transport.segment import Segment
+from comm.transport import shared_memory
+from comm.transport.shared_memory import Done, Segment
 from lab.launch.interface import own_address
 
-_HELLO = struct.Struct("!qqQ")  # token, rank, address of the nonce in the segment
+_HELLO = struct.Struct("!qq")  # token, rank
 _TOKEN = struct.Struct("!q")
 _HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
 _MOST_AT_ONCE = 8  # messages that one call gives to the kernel
@@ -41,7 +40,6 @@ class Arrival:
     rank: int
     socket: socket.socket
     segment: Segment | None
-    nonce_address: int
 
 
 class Listener:
@@ -90,12 +88,12 @@ class Listener:
                 hello, descriptors, _, _ = socket.recv_fds(end, _HELLO.size, 1)
             else:
                 hello = end.recv(_HELLO.size)
-            token, rank, nonce_address = _HELLO.unpack(hello)
+            token, rank = _HELLO.unpack(hello)
             if token != self._token or not 0 <= rank < self._size:
                 return None
-            shared = segment.attach(descriptors.pop()) if descriptors else None
+            shared = shared_memory.attach(descriptors.pop()) if descriptors else None
             end.setblocking(False)
-            return Arrival(rank, end, shared, nonce_address)
+            return Arrival(rank, end, shared)
         except (OSError, struct.error):
             return None
         finally:
@@ -119,7 +117,7 @@ def connect(address: Address, rank: int, seconds: float) -> socket.socket:
         place = socket.inet_ntoa(struct.pack("!I", host)), port
         connection = socket.create_connection(place, timeout=max(0.01, seconds))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(token, rank, 0))
+    connection.sendall(_HELLO.pack(token, rank))
     connection.setblocking(False)
     return connection
 
@@ -131,11 +129,9 @@ def connect_locally(address: Address, rank: int, seconds: float) -> tuple[socket
     if connection is None:
         return None
     try:
-        shared, descriptor = segment.create()
+        shared, descriptor = shared_memory.create()
         try:
-            cross_memory.allow(cross_memory.peer_of(connection))
-            hello = _HELLO.pack(token, rank, shared.nonce_address)
-            socket.send_fds(connection, [hello], [descriptor])
+            socket.send_fds(connection, [_HELLO.pack(token, rank)], [descriptor])
         finally:
             os.close(descriptor)
     except BaseException:
@@ -173,12 +169,6 @@ def _name(token: int) -> str:
     Every process can list these names, so it does not contain the token but a checksum of it.
     """
     return f"\0workbook-{hashlib.sha256(_TOKEN.pack(token)).hexdigest()[:16]}"
-
-
-class Done(Protocol):
-    """An object whose `done` becomes true when its message has left or arrived."""
-
-    done: bool
 
 
 class StreamOut:
@@ -246,7 +236,7 @@ class StreamIn:
         self.socket = end
         self._unconfirmed = 0
 
-    def receive(self, into: memoryview, message_bytes: int) -> int:
+    def receive(self, into: memoryview) -> int:
         """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
 
         Raise OSError if the sender has gone.

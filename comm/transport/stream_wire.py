@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from comm.transport.streams import Streams, streams_of
-from comm.wire.wire import Group, axis_of, bytes_of, check_peer, group_of
+from comm.wire.wire import AnyWire, Group, bytes_of, check_peer
 from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
 
@@ -47,24 +47,19 @@ class StreamTransfer:
         return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
 
 
-class StreamWire:
+class StreamWire(AnyWire):
     """Start sends and receives of one operation among the ranks of `group`, over its streams."""
 
     receives_ahead = 2  # segments whose receives are posted at a time: the others wait in the stream
 
     def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
-        self.group = group_of(group)
+        super().__init__(group, op, pattern)
         self.streams: Streams = streams_of(group, transport, op, pattern, sequence)
         self.streams.what = f"{op} ({pattern})"
-        self.rank, self.size = self.streams.rank, self.streams.size
-        self.op, self.pattern, self.axis = op, pattern, axis_of(group)
-        self._full_numel = 0
-        self._check: Callable[[], None] | None = None
         self._deferred: list[Callable[[], None]] = []
 
     @property
     def names(self) -> list[int]:
-        """Return the ranks of the group's members among all ranks of the job, for errors."""
         return self.streams.names
 
     @property
@@ -77,21 +72,15 @@ class StreamWire:
     def full_numel(self, numel: int) -> None:
         self._full_numel = numel
 
-    def set_handshake(self, check: Callable[[], None]) -> None:
-        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
-        self._check = check
-
     def finish_handshake(self) -> None:
         """Check that all ranks' headers fit, before this rank reads its first message."""
         if self._check is not None:
-            check, self._check = self._check, None
-            check()
+            super().finish_handshake()
             deferred, self._deferred = self._deferred, []  # they refer to this wire, which should be freed
             for post in deferred:
                 post()
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> StreamTransfer:
-        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`."""
         check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
         transfer = StreamTransfer(self, tensor, dst, "send to", header)
         if transfer.done:
@@ -104,7 +93,6 @@ class StreamWire:
         return transfer
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> StreamTransfer:
-        """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
         check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         transfer = StreamTransfer(self, tensor, src, "receive from", header)
         if transfer.done:

@@ -34,24 +34,15 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import liveness
-from comm.transport import cross_memory, segment
+from comm.transport import shared_memory
 from comm.transport.choice import chosen_transport
-from comm.transport.memory_ends import MemoryIn, MemoryOut, drain, wake
-from comm.transport.sockets import (
-    Address,
-    Done,
-    Listener,
-    StreamIn,
-    StreamOut,
-    connect,
-    connect_locally,
-)
+from comm.transport.shared_memory import Done, MemoryIn, MemoryOut, drain, wake
+from comm.transport.sockets import Address, Listener, StreamIn, StreamOut, connect, connect_locally
 from comm.wire import hosts
 from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
 from comm.wire.work_queue import COMMUNICATION_THREAD
 
-LARGE_MESSAGE_BYTES = 1 << 17  # of a point-to-point message, which a sender that computes cannot help to move
 _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small message
 _SLICE_SECONDS = 1e-3  # if another program takes the core for so long, do not spin for a while ...
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # ... and for twice as long if that happens again
@@ -108,7 +99,7 @@ class Peer:
         if self.incoming is None or not self.posted:
             return confirmed > 0
         into, transfer = self.posted[0]
-        got = self.incoming.receive(into[self._filled :] if self._filled else into, len(into))
+        got = self.incoming.receive(into[self._filled :] if self._filled else into)
         self._filled += got
         if self._filled == len(into):
             self.posted.popleft()
@@ -152,7 +143,7 @@ class Streams:
         self._bell = socket.socketpair()  # wakes that thread when another one has moved something
         self._helper: threading.Thread | None = None
         self._spins_from, self._pause = 0.0, _SHORTEST_PAUSE
-        self._is_local = transport != "sockets" and segment.is_possible()
+        self._is_local = transport != "sockets" and shared_memory.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
@@ -161,7 +152,6 @@ class Streams:
             end.setblocking(False)
         for peer in self._all:
             peer.has_frames = has_frames
-        self._large_bytes = LARGE_MESSAGE_BYTES if has_frames else None  # None: as memory_ends.py says
         self._listener = Listener(self.size)
         self._store: dist.Store | None = None
 
@@ -259,7 +249,7 @@ class Streams:
         assert peer.address is not None
         try:
             if self._is_local and (local := connect_locally(peer.address, self.rank, self._timeout)):
-                return MemoryOut(*local, self._large_bytes)
+                return MemoryOut(*local)
         except CommError:
             if self.transport == "shared_memory":
                 raise
@@ -413,7 +403,7 @@ class Streams:
                     peer.out.sleep(sleeps and peer.is_busy)
                 if peer.incoming is not None:
                     peer.incoming.sleep(sleeps)
-            segment.fence()
+            shared_memory.fence()
 
     def _accept(self) -> None:
         for one in self._listener.accept():
@@ -422,10 +412,7 @@ class Streams:
             elif one.segment is None:
                 self._peers[one.rank].incoming = StreamIn(one.socket)
             else:
-                pid = cross_memory.peer_of(one.socket)
-                if not cross_memory.can_read(pid, one.nonce_address, one.segment.nonce):
-                    pid = 0
-                self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment, pid, self._large_bytes)
+                self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment)
 
     def close(self) -> None:
         """Close all connections."""

@@ -46,7 +46,6 @@ DTYPES = tuple(
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
-_READY = struct.Struct("=q")  # the last number of a row
 _OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
     {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
 )
@@ -85,9 +84,9 @@ class Header:
         )
 
     @staticmethod
-    def unpack(row: bytes) -> "Header":
-        op, pattern, dtype, reduction, *numbers = _ROW.unpack(row)
-        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *numbers)
+    def of(numbers: Sequence[int]) -> "Header":
+        op, pattern, dtype, reduction, *others = numbers
+        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *others)
 
     def __str__(self) -> str:
         how = f"{self.op}({self.pattern}"
@@ -145,13 +144,20 @@ class HeaderExchange:
         self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, mine.pack())
 
     def finish(self) -> int:
-        """Wait for all headers, and check them as `check_rows` does."""
-        rows = self._rows.finish()
+        """Wait for all headers. Return the time when the last rank was ready.
+
+        Raise Mismatch, which names the ranks, unless the headers fit together.
+        """
+        rows, op = list(_ROW.iter_unpack(self._rows.finish())), self._mine.op
         self._wire.full_numel = self._mine.full
-        if self._mine.op in ("scatter", "gather"):  # only the root knows it
-            self._wire.full_numel = max(full for *_, full, _ in _ROW.iter_unpack(rows))
-        self.has_even_parts = self._mine.op == "all_to_all" and have_even_parts(rows)
-        return check_rows(rows, self._wire.names)
+        if op in ("scatter", "gather"):  # only the root knows it
+            self._wire.full_numel = max(full for *_, full, _ in rows)
+        calls = {row[:-1] for row in rows}  # without `ready`
+        self.has_even_parts = len(calls) == 1 and self._mine.shard != UNEVEN
+        # Equal headers fit, unless there are shards of wrong sizes. Comparing numbers first saves time.
+        if len(calls) > 1 or op in SHARDED:
+            check_headers([Header.of(row) for row in rows], self._wire.names)
+        return max(ready for *_, ready in rows)
 
 
 def wait_until_all_have_read(wire: Wire) -> None:
@@ -171,30 +177,6 @@ def wait_until_all_have_read(wire: Wire) -> None:
             finally:
                 leaving.wait()
         distance *= 2
-
-
-def rows_of(rows: bytes) -> list[bytes]:
-    """Return the packed headers one by one."""
-    return [rows[at : at + ROW_BYTES] for at in range(0, len(rows), ROW_BYTES)]
-
-
-def have_even_parts(rows: bytes) -> bool:
-    """Return whether all parts of an all-to-all have one size, from the packed headers of all ranks."""
-    shards = {(shard, full) for *_, shard, full, _ in _ROW.iter_unpack(rows)}
-    return len(shards) == 1 and UNEVEN not in next(iter(shards))
-
-
-def check_rows(rows: bytes, names: list[int]) -> int:
-    """Return the time when the last rank was ready, from all packed headers in rank order.
-
-    Raise Mismatch, which names the ranks, unless the headers fit together.
-    """
-    packed = rows_of(rows)
-    ready = [_READY.unpack_from(row, ROW_BYTES - _READY.size)[0] for row in packed]
-    # Equal headers fit, unless there are shards of wrong sizes. Comparing bytes first saves time.
-    if len({row[:-8] for row in packed}) > 1 or Header.unpack(packed[0]).op in SHARDED:
-        check_headers([Header.unpack(row) for row in packed], names)
-    return max(ready)
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:

@@ -23,8 +23,7 @@ from tests.comm.collective_cases import (
     run_cases,
     varied,
 )
-from tests.comm.segments import short_segments
-from tests.comm.transports import over
+from tests.comm.helpers import over, short_segments
 
 TRANSPORTS = ("auto", "gloo", "sockets", "tcp", "shared_memory")
 

@@ -7,7 +7,7 @@ from comm.algorithms import ring, tree
 from comm.collectives import ALL_REDUCES, PATTERNS
 from lab.check import assert_same
 from lab.ranks import run_ranks
-from tests.comm.segments import short_segments
+from tests.comm.helpers import short_segments
 
 
 def test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk():

@@ -10,7 +10,7 @@ from comm.shards import segments_of, shard_sizes
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import ROOTED
-from tests.comm.segments import short_segments
+from tests.comm.helpers import short_segments
 
 DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from comm import collectives
 from comm.collectives import CommError, all_reduce
 from comm.point_to_point import recv, send
-from comm.transport import segment
+from comm.transport import shared_memory
 from comm.transport.choice import use_transport
 from comm.transport.streams import Streams, transports_of
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
-from tests.comm.mismatches import error_text
-from tests.comm.transports import over
+from tests.comm.helpers import error_text, over
 
-linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
 
 

@@ -25,7 +25,7 @@ from tests.comm.collective_cases import (
     has_a_meaning,
     run_case,
 )
-from tests.comm.segments import short_segments
+from tests.comm.helpers import short_segments
 
 PLACEMENTS = {  # the host of each rank, by the number of ranks
     1: ["a"],

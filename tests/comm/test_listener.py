@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from comm.transport import segment
+from comm.transport import shared_memory
 from comm.transport import sockets as module
 from comm.transport.sockets import Arrival, Listener, connect
 
-HELLO = struct.Struct("!qqQ")
-linux = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+HELLO = struct.Struct("!qq")
+linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 
 
 @pytest.fixture
@@ -51,11 +51,9 @@ def is_closed(end: socket.socket) -> bool:
 
 def test_strangers_are_not_let_in_and_keep_no_rank_out(listener):
     _, _, token = listener.address()
-    wrong_token, no_rank = HELLO.pack(token ^ 1, 1, 0), HELLO.pack(token, 4, 0)
+    wrong_token, no_rank = HELLO.pack(token ^ 1, 1), HELLO.pack(token, 4)
     source = random.Random(1)
-    strangers = [
-        knock(listener, data) for data in (b"", b"abc", wrong_token, no_rank, HELLO.pack(token, -1, 0))
-    ]
+    strangers = [knock(listener, data) for data in (b"", b"abc", wrong_token, no_rank, HELLO.pack(token, -1))]
     for _ in range(20):
         strangers.append(knock(listener, source.randbytes(source.randrange(60))))
         assert arrivals(listener, 0.002) == []
@@ -79,10 +77,10 @@ def test_a_connection_without_a_proper_segment_is_refused(listener, what: str):
     if what == "too small":
         os.ftruncate(descriptor, 100)
     elif what == "not sealed":
-        os.ftruncate(descriptor, segment._SIZE)
+        os.ftruncate(descriptor, shared_memory._SIZE)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(module._name(token))
-        socket.send_fds(stranger, [HELLO.pack(token, 1, 0)], [descriptor])
+        socket.send_fds(stranger, [HELLO.pack(token, 1)], [descriptor])
         open_before = len(os.listdir("/proc/self/fd"))
         assert arrivals(listener) == []
         assert is_closed(stranger)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from comm.point_to_point import irecv, isend, recv, send
-from comm.transport import segment
+from comm.transport import shared_memory
 from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
-from tests.comm.mismatches import error_text
+from tests.comm.helpers import error_text
 from tests.comm.test_failures import die
 
-pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+pytestmark = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 LARGE = 30_000_000
 
 

@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,28 +15,22 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from comm.point_to_point import irecv, isend, recv, send
-from comm.transport import segment
+from comm.transport import shared_memory
 from comm.transport.choice import use_transport
 from comm.transport.streams import transports_of
 from lab.ranks import run_ranks
-from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Entry, Traffic
-from tests.comm.mismatches import error_text
+from tests.comm.helpers import error_text
 
-pytestmark = pytest.mark.skipif(not segment.is_possible(), reason="the segments are Linux's")
+pytestmark = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 
-SIZES = [1, 1000, 100_000, 3_000_001]  # bytes: through the ring buffer, and out of the sender's memory
+SIZES = [1, 1000, 100_000, 3_000_001]  # bytes: the ring buffer has 1 MiB
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 
 
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
-
-
-def reading(allowed: bool):
-    """Allow the ranks to read each other's memory, or not."""
-    return nullcontext() if allowed else replaced("comm.transport.cross_memory.can_read", lambda *_: False)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "gloo"])
@@ -62,10 +56,8 @@ def test_a_send_of_any_size_is_done_only_when_the_message_was_received(transport
     run_ranks(late, 2)
 
 
-@pytest.mark.parametrize(
-    ("transport", "reads"), [("shared_memory", True), ("shared_memory", False), ("sockets", True)]
-)
-def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(transport: str, reads: bool):
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(transport: str):
     sizes = [3_000_001, *[10_000] * 40, 1_000_000, *[1] * 20_000, 50_000]  # more than the buffer holds
 
     def busy(cluster) -> None:
@@ -83,8 +75,7 @@ def test_a_sender_that_calls_nothing_after_isend_keeps_no_receiver_waiting(trans
             cluster.store.set("received", "")
 
     at_sizes = list(enumerate(sizes))
-    with reading(reads):
-        run_ranks(busy, 2)
+    run_ranks(busy, 2)
 
 
 words = st.tuples(
@@ -95,11 +86,9 @@ words = st.tuples(
 @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     letters=st.lists(words, min_size=5, max_size=40),
-    reads=st.booleans(),
-    large=st.integers(9, 60_000),
     transport=st.sampled_from(["auto", "sockets"]),
 )
-def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, large: int, transport: str):
+def test_any_messages_between_three_ranks_arrive_in_order(letters, transport: str):
     """Each letter is (source, distance to its destination, elements, dtype, whether its send blocks)."""
 
     def exchange(cluster) -> None:
@@ -121,8 +110,7 @@ def test_any_messages_between_three_ranks_arrive_in_order(letters, reads: bool, 
         for transfer in leaving:
             transfer.wait()
 
-    with reading(reads), replaced("comm.transport.streams.LARGE_MESSAGE_BYTES", large):
-        run_ranks(exchange, 3)
+    run_ranks(exchange, 3)
 
 
 def test_groups_keep_their_messages_apart_and_members_are_counted_from_0():

@@ -15,7 +15,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
-from tests.comm.segments import short_segments
+from tests.comm.helpers import short_segments
 
 
 def test_ring_all_reduce_equals_one_process():

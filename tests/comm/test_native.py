@@ -4,7 +4,6 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from comm.cost import Link
 from comm.wire import native, slow_link
@@ -73,22 +72,6 @@ def test_behind_a_slow_link_it_starts_when_its_tensor_is_computed_and_ends_when_
             return (gpu.host_ns - start) / MS
 
     assert run_ranks(measure, 1) == [10 + 20]
-
-
-def test_nccls_barrier_gets_its_gpu():
-    def look(cluster: Cluster) -> list[object]:
-        asked = []
-
-        def barrier(*_: object, async_op: bool, device_ids: list[int] | None) -> None:
-            asked.append(device_ids)
-
-        with simulated_gpu(), mock.patch.object(native.dist, "barrier", barrier):
-            for backend in ("nccl", "gloo"):
-                with mock.patch.object(dist, "get_backend", lambda group, backend=backend: backend):
-                    native.barrier(None, async_op=False)
-        return asked
-
-    assert run_ranks(look, 1) == [[[0], None]]
 
 
 def test_another_thread_waits_for_what_was_launched_before_and_not_for_what_comes_after():

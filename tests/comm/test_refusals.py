@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from comm import collectives
 from lab.ranks import run_ranks
-from tests.comm.mismatches import error_text, works
+from tests.comm.helpers import error_text, works
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent():

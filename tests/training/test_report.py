@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from comm.transport import segment
+from comm.transport import shared_memory
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
 from tests.training.attempts import train
 from training.report import median, pattern_and_transport
 
-OURS = "shared_memory" if segment.is_possible() else "sockets"
+OURS = "shared_memory" if shared_memory.is_possible() else "sockets"
 
 # Mode, options, and the pattern and the transport that the report names.
 RUNS: list[tuple[str, dict[str, Any], str, str]] = [

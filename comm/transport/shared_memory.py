@@ -1,0 +1,253 @@
+"""Send messages through memory that two ranks of a machine share: a ring buffer in a segment.
+
+      sender ──copy──► ring buffer ──copy──► receiver
+
+      | head  sleeps |          ring buffer          | tail  sleeps |
+       the sender's         ..######......             the receiver's
+                           tail      head
+
+Two copies need not take longer than one: the sender copies the next piece while the receiver copies the last
+one out of the cache, each on its own core. `head` and `tail` count all bytes so far, so the buffer holds
+head - tail of them. Each counter has one writer.
+
+A rank that has nothing to do sets its `sleeps`, looks at the counters once more, and sleeps. The other one
+moves its counter, looks at `sleeps`, and wakes the sleeper. Between the store and the look each of them needs
+a memory fence: a processor may load before its own earlier store is visible to others. Then each would miss
+what the other has done, and both would sleep.
+
+The memory has no name (memfd, Linux). Its descriptor travels over the connection of the two ranks. So nothing
+is left behind when they end, and another program cannot have made a segment of the same name.
+
+The socket of a connection carries no messages then. It wakes a rank that sleeps, and it shows that the other
+rank has died.
+"""
+
+import mmap
+import os
+import select
+import socket
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Protocol
+
+from comm.errors import CommError
+
+if sys.platform == "linux":
+    import fcntl
+
+RING_BYTES = 1 << 20  # so much stays in a core's cache between the two copies
+_HEADER_BYTES = 128
+_SIZE = _HEADER_BYTES + RING_BYTES
+# Words of 8 bytes. The sender writes those of the first 64 bytes, the receiver those of the next 64: what one
+# processor writes and the other reads should not be in the same line of a cache as what it reads itself.
+HEAD, SENDER_SLEEPS = 0, 1
+TAIL, RECEIVER_SLEEPS, NUM_TAKEN = 8, 9, 10
+_WAKE = b"\1"
+_lock = threading.Lock()
+
+
+def is_possible() -> bool:
+    """Return whether this system has memory without a name, which can be shared."""
+    return hasattr(os, "memfd_create")
+
+
+def fence() -> None:
+    """Make all earlier stores of this thread visible to other processors before its later loads and stores.
+
+    Python has no fence, but a lock is taken and given back by atomic instructions. On x86 one of them is a
+    full fence. On ARM what is before the first release cannot move behind the second acquire.
+    """
+    with _lock:
+        pass
+    with _lock:
+        pass
+
+
+class Segment:
+    """A segment that is mapped into this process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, _SIZE)  # which keeps a descriptor of its own
+        self._view = memoryview(self._memory)
+        self.words = self._view[:_HEADER_BYTES].cast("Q")
+        self.ring = self._view[_HEADER_BYTES:]
+
+    def close(self) -> None:
+        """Free the memory. It lives on in the other rank until that one closes it too."""
+        for view in (self.words, self.ring, self._view):
+            view.release()
+        self._memory.close()
+
+
+def create() -> tuple[Segment, int]:
+    """Make a segment whose size cannot change. Return it and its descriptor, which the caller closes.
+
+    Raise CommError if the system has not enough memory for it.
+    """
+    descriptor = os.memfd_create("workbook", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, _SIZE)  # else a full memory would end the process at the first use
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        segment = Segment(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise CommError(
+            f"There is not enough memory for a shared segment of {_SIZE} bytes ({error.strerror}); "
+            "free some, or use another transport."
+        ) from error
+    return segment, descriptor
+
+
+def attach(descriptor: int) -> Segment:
+    """Map a segment that another rank has made, and close the descriptor. Raise OSError if it is not one."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        # Without the seal its maker could shorten it while it is in use, and this process would end.
+        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != _SIZE:
+            raise OSError("this is not a segment of the workbook")
+        return Segment(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Done(Protocol):
+    """An object whose `done` becomes true when its message has left or arrived."""
+
+    done: bool
+
+
+class MemoryOut:
+    """The end into which this rank sends its messages, in the order of `post`."""
+
+    def __init__(self, end: socket.socket, segment: Segment) -> None:
+        self.socket, self._segment = end, segment
+        self._words, self._ring = segment.words, segment.ring
+        self._head = self._num_taken = 0
+        self._queue: deque[tuple[memoryview, Done]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a message has not left completely."""
+        return bool(self._queue)
+
+    def post(self, data: memoryview, transfer: Done) -> None:
+        """Queue a message. `transfer.done` becomes true when its memory may be changed."""
+        self._queue.append((data, transfer))
+
+    def push(self) -> bool:
+        """Copy messages to the ring buffer as far as they fit. Return whether any message has moved on."""
+        free = RING_BYTES - (self._head - self._words[TAIL])
+        if not self._queue or not free:
+            return False
+        while self._queue and free:
+            data, transfer = self._queue.popleft()
+            taken = min(free, len(data))
+            write_to_ring(self._ring, self._head, data[:taken])
+            self._head += taken
+            free -= taken
+            if taken < len(data):
+                self._queue.appendleft((data[taken:], transfer))
+            else:
+                transfer.done = True
+        fence()  # the bytes must be there before the counter says so
+        self._words[HEAD] = self._head
+        fence()
+        if self._words[RECEIVER_SLEEPS]:
+            wake(self.socket)
+        return True
+
+    def num_taken(self) -> int:
+        """Return how many messages the receiver has confirmed since the last call."""
+        before, self._num_taken = self._num_taken, self._words[NUM_TAKEN]
+        return self._num_taken - before
+
+    def events(self, waits_for_confirmation: bool) -> int:
+        """Return the events for which select.poll should wait."""
+        return select.POLLIN if self.is_busy or waits_for_confirmation else 0
+
+    def sleep(self, sleeps: bool) -> None:
+        """Tell the receiver whether this rank has to be woken."""
+        self._words[SENDER_SLEEPS] = sleeps
+
+    def close(self) -> None:
+        """Close the connection, and free its memory."""
+        self.socket.close()
+        self._segment.close()
+
+
+class MemoryIn:
+    """The end from which this rank receives the messages of a peer."""
+
+    def __init__(self, end: socket.socket, segment: Segment) -> None:
+        self.socket, self._segment = end, segment
+        self._words, self._ring = segment.words, segment.ring
+        self._tail = 0
+
+    def receive(self, into: memoryview) -> int:
+        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet."""
+        num_bytes = min(self._words[HEAD] - self._tail, len(into))
+        if not num_bytes:
+            return 0
+        fence()  # read the bytes only after the counter
+        read_from_ring(self._ring, self._tail, into[:num_bytes])
+        self._tail += num_bytes
+        fence()  # the bytes are read before the sender may write there again
+        self._words[TAIL] = self._tail
+        self._wake_sender()
+        return num_bytes
+
+    def confirm(self) -> None:
+        """Tell the sender that a message was taken."""
+        self._words[NUM_TAKEN] += 1
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        fence()
+        if self._words[SENDER_SLEEPS]:
+            wake(self.socket)
+
+    def sleep(self, sleeps: bool) -> None:
+        """Tell the sender whether this rank has to be woken."""
+        self._words[RECEIVER_SLEEPS] = sleeps
+
+    def close(self) -> None:
+        """Close the connection, and free its memory."""
+        self.socket.close()
+        self._segment.close()
+
+
+def write_to_ring(ring: memoryview, position: int, data: memoryview) -> None:
+    """Copy bytes to a ring buffer in which they fit. `position` counts all the bytes before them."""
+    start = position % RING_BYTES
+    first = min(len(data), RING_BYTES - start)
+    ring[start : start + first] = data[:first]
+    if first < len(data):
+        ring[: len(data) - first] = data[first:]
+
+
+def read_from_ring(ring: memoryview, position: int, into: memoryview) -> None:
+    """Fill `into` with bytes of a ring buffer. `position` counts all the bytes before them."""
+    start = position % RING_BYTES
+    first = min(len(into), RING_BYTES - start)
+    into[:first] = ring[start : start + first]
+    if first < len(into):
+        into[first:] = ring[: len(into) - first]
+
+
+def wake(end: socket.socket) -> None:
+    """Wake the rank at the other end, which sleeps until its end of the connection has something to read."""
+    with suppress(OSError):  # the socket is full of bytes that wake it, or the rank has gone
+        end.send(_WAKE)
+
+
+def drain(end: socket.socket) -> bool:
+    """Take the bytes that have woken this rank. Return whether the connection is open."""
+    try:
+        return bool(end.recv(4096))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
