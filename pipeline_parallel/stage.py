@@ -55,8 +55,7 @@ class Stage(nn.Module):
         return self._compute(x, target, later)
 
     def _compute(self, x: Tensor, target: Tensor | None, later: Later | None) -> Tensor:
-        deferring = nullcontext() if later is None or self.deferring is None else self.deferring(later)
-        with deferring:
+        with nullcontext() if later is None or self.deferring is None else self.deferring(later):
             for part in self.parts:
                 x = part.forward(self, x)
         if target is not None:

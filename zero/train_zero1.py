@@ -293,7 +293,7 @@ def main(cluster: Cluster, args: Args, stage: int = 1, sharded: type[ZeroOptimiz
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(total)
-            reductions = len(parts) if stage == 2 else 1
+            reductions = len(parts) if stage == 2 else 1  # stage 2 sends in each microbatch
             run.expect_traffic(traffic_per_step(optimizer, reductions, args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
