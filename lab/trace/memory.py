@@ -169,80 +169,6 @@ def note_held(*tensors: Tensor) -> None:
             _held.note(tensor)
 
 
-@dataclass(frozen=True)
-class TrainingBytes:
-    """The bytes that a rank's training holds, by kind of tensor, and the activations of a forward."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    step_counters: int  # AdamW counts its steps, for each parameter
-    other_tensors: int
-    activations: int  # 0 if no forward was watched
-
-
-class MemoryReport:
-    """Measures what a rank's training holds, beside what it `should` hold by a formula, without padding.
-
-    memory = MemoryReport(model, optimizer, should)
-    with memory.forward():                       # counts the first forward's activations
-        loss = loss_of(model(x), y)
-    ...
-    run.finish(model, **memory.fields())         # after a step, before its gradients are cleared
-
-    `should` has the bytes of some kinds of tensors by their names in TrainingBytes.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, should: object | None = None) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._should = {} if should is None else vars(should)
-        self._activations: int | None = None
-
-    def _parameters(self) -> Iterator[Tensor]:
-        own = (p for module in self._model.modules() for p in module.parameters(recurse=False))
-        for parameter in own:  # a wrapper's `parameters()` may be others
-            # Where stage 3 of ZeRO has freed a parameter, one number stands for all of its.
-            is_dtensor = is_traceable_wrapper_subclass(parameter)
-            if is_dtensor or parameter.untyped_storage().nbytes() >= parameter.nbytes:
-                yield parameter
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Count the activations of the first forward that runs inside; later ones run as they are."""
-        if self._activations is not None:
-            yield
-            return
-        with saved_activations(self._parameters) as saved:
-            yield
-        self._activations = saved.bytes
-
-    def measure(self) -> TrainingBytes:
-        """Return the bytes that are held now."""
-        groups = self._optimizer.param_groups
-        parameters = [*self._parameters(), *(p for group in groups for p in group["params"])]
-        states = [item for state in self._optimizer.state.values() for item in state.items()]
-        state = [(name, tensor) for name, tensor in states if isinstance(tensor, Tensor)]
-        sizes = live_bytes(
-            {
-                "parameters": parameters,
-                "gradients": [parameter.grad for parameter in parameters],
-                "optimizer_state": [tensor for name, tensor in state if name != "step"],
-                "step_counters": [tensor for name, tensor in state if name == "step"],
-            }
-        )
-        other = sizes.pop("other")
-        return TrainingBytes(**sizes, other_tensors=other, activations=self._activations or 0)
-
-    def fields(self) -> dict[str, int]:
-        """Return what this rank holds and should hold. What it holds beyond the formula is padding."""
-        held = vars(self.measure())
-        return {
-            **{f"{name}_bytes": size for name, size in held.items()},
-            "padding_bytes": sum(held[name] - size for name, size in self._should.items()),
-            **{f"formula_{name}_bytes": size for name, size in self._should.items()},
-        }
-
-
 class Observed:
     """Count in a model's first step what autograd keeps of the forward, and what one part of the model sends.
 
@@ -272,9 +198,12 @@ class Observed:
                 self._part.register_full_backward_pre_hook(lambda *_: self._count(-1)),
                 self._part.register_full_backward_hook(lambda *_: self._count_for_the_last_time()),
             ]
-        with saved_activations(self._model.parameters) as saved:
+        with saved_activations(self._parameters) as saved:
             yield
         self.kept_bytes = saved.bytes
+
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
 
     def _count(self, sign: int) -> None:
         self.sent_bytes += sign * LEDGER.total().bytes_sent
@@ -283,3 +212,67 @@ class Observed:
         self._count(1)
         for hook in self._hooks:
             hook.remove()
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """The bytes that a rank's training holds, by kind of tensor, and the activations of a forward."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    step_counters: int  # AdamW counts its steps, for each parameter
+    other_tensors: int
+    activations: int  # 0 if no forward was watched
+
+
+class MemoryReport(Observed):
+    """Measures what a rank's training holds, beside what it `should` hold by a formula, without padding.
+
+    memory = MemoryReport(model, optimizer, should)
+    with memory.forward():                       # counts the first forward's activations
+        loss = loss_of(model(x), y)
+    ...
+    run.finish(model, **memory.fields())         # after a step, before its gradients are cleared
+
+    `should` has the bytes of some kinds of tensors by their names in TrainingBytes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, should: object | None = None) -> None:
+        super().__init__(model)
+        self._optimizer = optimizer
+        self._should = {} if should is None else vars(should)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        own = (p for module in self._model.modules() for p in module.parameters(recurse=False))
+        for parameter in own:  # a wrapper's `parameters()` may be others
+            # Where stage 3 of ZeRO has freed a parameter, one number stands for all of its.
+            is_dtensor = is_traceable_wrapper_subclass(parameter)
+            if is_dtensor or parameter.untyped_storage().nbytes() >= parameter.nbytes:
+                yield parameter
+
+    def measure(self) -> TrainingBytes:
+        """Return the bytes that are held now."""
+        groups = self._optimizer.param_groups
+        parameters = [*self._parameters(), *(p for group in groups for p in group["params"])]
+        states = [item for state in self._optimizer.state.values() for item in state.items()]
+        state = [(name, tensor) for name, tensor in states if isinstance(tensor, Tensor)]
+        sizes = live_bytes(
+            {
+                "parameters": parameters,
+                "gradients": [parameter.grad for parameter in parameters],
+                "optimizer_state": [tensor for name, tensor in state if name != "step"],
+                "step_counters": [tensor for name, tensor in state if name == "step"],
+            }
+        )
+        other = sizes.pop("other")
+        return TrainingBytes(**sizes, other_tensors=other, activations=self.kept_bytes or 0)
+
+    def fields(self) -> dict[str, int]:
+        """Return what this rank holds and should hold. What it holds beyond the formula is padding."""
+        held = vars(self.measure())
+        return {
+            **{f"{name}_bytes": size for name, size in held.items()},
+            "padding_bytes": sum(held[name] - size for name, size in self._should.items()),
+            **{f"formula_{name}_bytes": size for name, size in self._should.items()},
+        }

@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from lab.trace.black_box import black_box
-from lab.trace.flight_recorder import analyse, load
+from lab.trace.flight_recorder import analyse, load, main
 
 
 def recorded(folder, mistake) -> list[str]:
@@ -28,11 +26,11 @@ def recorded(folder, mistake) -> list[str]:
     return analyse(load(folder))
 
 
-def test_ranks_that_agree_are_said_to_agree_also_by_the_command(tmp_path):
+def test_ranks_that_agree_are_said_to_agree_by_the_command_too(tmp_path, capsys):
     sentences = recorded(tmp_path, lambda rank: dist.broadcast(torch.ones(2), 0))
     assert sentences == ["The ranks have called the same collectives, and all of them have ended."]
-    command = [sys.executable, "-m", "lab.trace.flight_recorder", str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.splitlines() == sentences
+    assert main(tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == sentences
 
 
 def test_a_different_order_names_both_operations_and_their_lines(tmp_path):
