@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
@@ -29,11 +28,12 @@ import torch
 import torch.distributed as dist
 
 from lab.cluster import Cluster
-from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import shut_down_connections
+from lab.ranks.child import form_group
 from lab.trace import timeline
 from lab.trace.gantt import Event
 from lab.trace.memory import resident_bytes
+from lab.units import MAX_SECONDS
 
 PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, before connections are closed
 
@@ -192,14 +192,7 @@ class _Cells:
         store = dist.PrefixStore(request.text, self._cluster.store)
         with suppress(Exception):
             dist.destroy_process_group()
-        dist.init_process_group(
-            self._backend,
-            store=store,
-            rank=self._cluster.rank,
-            world_size=self._cluster.world_size,
-            timeout=timedelta(days=1),
-        )
-        keep_from_preempting()
+        form_group(self._backend, store, self._cluster.rank, self._cluster.world_size, MAX_SECONDS)
         return Reply()
 
 

@@ -86,19 +86,19 @@ def _call(job: Job) -> Any:
     if job.backend is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        dist.init_process_group(
-            job.backend,
-            store=dist.PrefixStore("group", store),
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=job.group_timeout),
-        )
-        keep_from_preempting()
+        form_group(job.backend, dist.PrefixStore("group", store), job.rank, job.world_size, job.group_timeout)
         # Wait for all: if a rank failed while a peer is still connecting, the peer's error would hide the
         # cause.
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     with replace.apply(replacements):
         return fn(cluster, *args)
+
+
+def form_group(backend: str, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    """Form the group of all ranks; an operation may take `timeout` seconds."""
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    keep_from_preempting()
 
 
 def _finish_output() -> None:

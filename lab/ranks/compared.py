@@ -61,13 +61,17 @@ def compared_in(error: BaseException) -> Compared | None:
     return None
 
 
+def _assertion(frame: FrameType, line: int) -> ast.Assert | None:
+    """Return the assertion on a line of a frame's file."""
+    asserted = (node for node in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(node, ast.Assert))
+    return next((node for node in asserted if node.lineno <= line <= (node.end_lineno or 0)), None)
+
+
 def _message(frame: FrameType, line: int, text: str) -> str:
     """Return the message of the assertion on this line, in one line, without what pytest writes after it."""
-    for node in ast.walk(_tree(frame.f_code.co_filename)):
-        if isinstance(node, ast.Assert) and node.msg and node.lineno <= line <= (node.end_lineno or 0):
-            message = " ".join(text.partition("\nassert ")[0].split())
-            return message if len(message) <= 2 * MAX_TEXT else message[: 2 * MAX_TEXT] + "..."
-    return ""
+    node = _assertion(frame, line)
+    message = " ".join(text.partition("\nassert ")[0].split()) if node is not None and node.msg else ""
+    return message if len(message) <= 2 * MAX_TEXT else message[: 2 * MAX_TEXT] + "..."
 
 
 def _in_call(frame: FrameType) -> Compared | None:
@@ -133,15 +137,13 @@ def _tree(file: str) -> ast.Module:
 
 def _in_assertion(frame: FrameType, line: int) -> Compared | None:
     """Return both sides of the comparison on this line, if it is a plain assertion that is false."""
-    if "site-packages" in frame.f_code.co_filename:
+    node = None if "site-packages" in frame.f_code.co_filename else _assertion(frame, line)
+    if node is None:
         return None
-    for node in ast.walk(_tree(frame.f_code.co_filename)):
-        if isinstance(node, ast.Assert) and node.lineno <= line <= (node.end_lineno or 0):
-            try:
-                return _false_part(node.test, functools.partial(_value, frame))
-            except ValueError:
-                return _with_kept_left(node.test, frame)
-    return None
+    try:
+        return _false_part(node.test, functools.partial(_value, frame))
+    except ValueError:
+        return _with_kept_left(node.test, frame)
 
 
 def _false_part(test: ast.expr, value_of: Callable[[ast.expr], Any]) -> Compared | None:
