@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lab.check import assert_same
-from lab.ranks import RankError, run_ranks
 from lab.ranks.compared import Compared, compared_in
 
 
@@ -45,13 +44,3 @@ def test_a_call_that_might_have_an_effect_is_not_repeated():
 
     assert compared_by(check).pairs == {"": (3, 4)}  # pytest has kept the value
     assert calls == [1]
-
-
-def test_an_error_of_ranks_has_what_each_of_them_has_compared():
-    def work(cluster) -> None:
-        assert cluster.rank == 2
-
-    with pytest.raises(RankError) as error:
-        run_ranks(work, 2)
-    assert {rank: one.pairs[""] for rank, one in error.value.compared.items()} == {0: (0, 2), 1: (1, 2)}
-    assert error.value.compared[0].world_size == 2

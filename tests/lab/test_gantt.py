@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from lab.trace.gantt import COLORS, Event, draw, draw_panels, tracks
+from lab.trace.gantt import COLORS, Event, draw, draw_panels
 
 MS = 1_000_000
 
@@ -51,15 +51,3 @@ def test_panels_stand_one_above_the_other_from_zero_with_one_scale_of_time(tmp_p
 def test_a_picture_of_nothing_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="start_recording"):
         draw([], tmp_path / "a.png")
-
-
-def test_a_track_holds_no_two_events_at_once_unless_nested_ones_are_allowed():
-    outer, inner, late, crossing = (
-        Event("outer", "compute", 0, 10),
-        Event("inner", "compute", 2, 3),
-        Event("late", "compute", 10, 5),
-        Event("crossing", "compute", 8, 4),
-    )
-    events = [late, crossing, inner, outer]
-    assert tracks(events, nest=False) == [[outer, late], [inner, crossing]]
-    assert tracks(events, nest=True) == [[outer, inner, late], [crossing]]

@@ -46,13 +46,3 @@ def test_the_hooks_of_a_layer_run_after_its_sleep_and_before_the_sleep_of_the_la
     assert groups == [{name for name in names if home(name) == layer} for layer in reversed(range(LAYERS))]
     # Making the gradients is part of the layer's time.
     assert all(0 < entry <= 0.5 for entry in log if not isinstance(entry, str))
-
-
-@pytest.mark.parametrize("prefix", ["blocks.0", "token_embedding", "blocks.2.mlp", ""])
-def test_frozen_parameters_get_no_gradient_and_the_time_stays_the_same(log, prefix):
-    model = metronome(tied=True)
-    for name, parameter in model.model.named_parameters():
-        parameter.requires_grad_(not name.startswith(prefix))
-    loss_of(model(X), X).backward()
-    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
-    assert len(log) == 2 * LAYERS

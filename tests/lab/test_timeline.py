@@ -1,5 +1,4 @@
 import json
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from lab.cluster import Cluster
 from lab.launch.interface import open_store
 from lab.trace import timeline
-from lab.trace.gantt import Event, lanes
+from lab.trace.gantt import Event
 from lab.trace.timeline import (
     align,
     gather_events,
@@ -59,24 +58,6 @@ def test_a_span_is_recorded_with_its_name_kind_time_and_arguments_between_start_
     (event,) = recorded()
     assert event[:2] == ("forward", "forward") and event.args == {"microbatch": 3} and event.lane == "main"
     assert before <= event.start_ns < event.start_ns + 10 * MS <= event.end_ns <= after
-
-
-def test_a_thread_has_a_lane_of_its_own_name_and_loses_no_span():
-    def work() -> None:
-        for i in range(500):
-            with span(f"bucket {i}", kind="communication"):
-                pass
-
-    start_recording()
-    threads = [threading.Thread(target=work, name=f"sender {i}") for i in range(3)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    by_lane = lanes(recorded())[0]
-    assert list(by_lane) == ["main", "sender 0", "sender 1", "sender 2"]
-    assert {len(events) for events in by_lane.values()} == {500}
 
 
 def test_clocks_shifted_by_seconds_are_found_to_within_milliseconds():
