@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Client, Connection
@@ -88,14 +87,6 @@ class _Cells:
         }
         self.names |= {"rank": cluster.rank, "world_size": cluster.world_size, "device": cluster.device}
         self._given = set(self.names)
-        self._do: dict[str, Callable[[Request], Reply]] = {
-            "cell": self._cell,
-            "push": self._push,
-            "pull": lambda request: Reply(eval(request.text, self.names)),
-            "complete": lambda request: Reply(self._completed(request.text)),
-            "status": lambda request: Reply(self._status()),
-            "reform": self._reform,
-        }
 
     def run(self) -> None:
         """Run requests in the main thread until the connection ends."""
@@ -106,7 +97,7 @@ class _Cells:
             start = time.perf_counter()
             try:
                 self._is_busy = True
-                reply = self._do[request.kind](request)
+                reply = getattr(self, request.kind)(request)
                 self._is_busy = False
             except BaseException as error:
                 self._is_busy = False
@@ -140,7 +131,8 @@ class _Cells:
             message = cloudpickle.dumps(Reply(error=f"The value cannot be sent: {error}"))
         self._connection.send_bytes(message)
 
-    def _cell(self, request: Request) -> Reply:
+    def cell(self, request: Request) -> Reply:
+        """Run a cell, and return the value of its last expression, and its spans if they are recorded."""
         if not request.record:
             return self._execute(request)
         timeline.start_recording()
@@ -165,29 +157,34 @@ class _Cells:
         self.names["_"] = value
         return Reply(shown=repr(value))
 
-    def _completed(self, begun: str) -> list[str]:
+    def pull(self, request: Request) -> Reply:
+        """Return the value of an expression."""
+        return Reply(eval(request.text, self.names))
+
+    def complete(self, request: Request) -> Reply:
         """Return the variables, or the attributes of one, whose names begin like this."""
-        owner, dot, last = begun.rpartition(".")
+        owner, dot, last = request.text.rpartition(".")
         names = list(self.names)
         if dot:
             first, *rest = owner.split(".")
             names = dir(functools.reduce(getattr, rest, self.names[first])) if first in self.names else []
         wanted = [name for name in names if name.startswith(last)]
         shown = wanted if last.startswith("_") else [name for name in wanted if not name.startswith("_")]
-        return sorted(f"{owner}{dot}{name}" for name in shown)
+        return Reply(sorted(f"{owner}{dot}{name}" for name in shown))
 
-    def _status(self) -> tuple[int, str, int, list[str]]:
+    def status(self, request: Request) -> Reply:
         """Return the process id, the device, the memory in bytes, and the names of the cells' variables."""
         device = self._cluster.device
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
         own = sorted(set(self.names) - self._given - {"_", "__builtins__"})
-        return os.getpid(), str(device), held, own
+        return Reply((os.getpid(), str(device), held, own))
 
-    def _push(self, request: Request) -> Reply:
+    def push(self, request: Request) -> Reply:
+        """Set variables."""
         self.names.update(request.values)
         return Reply()
 
-    def _reform(self, request: Request) -> Reply:
+    def reform(self, request: Request) -> Reply:
         """Form the group again after an interrupt. Groups that cells have made are gone."""
         store = dist.PrefixStore(request.text, self._cluster.store)
         with suppress(Exception):
