@@ -20,7 +20,7 @@ from lab.ranks import forked, stacks
 from lab.ranks.child import Job
 from lab.ranks.compared import Compared
 from lab.ranks.output import print_tagged, read_lines
-from lab.ranks.waiting import Wait, drawn, read_waits
+from lab.ranks.waiting import Wait, drawn
 from lab.units import MAX_SECONDS
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
@@ -170,7 +170,7 @@ class _Supervisor:
     def _hang(self) -> RankError:
         stuck = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
         asked = {rank: self.started[rank] for rank in stuck}
-        places = stacks.ask(asked, self.jobs[0].folder, _STACKS)
+        places, waits = stacks.ask(asked, self.jobs[0].folder, _STACKS)
         self._drain(time.monotonic() + _GRACE)
         lines = [f"no answer within {self.timeout:g} s."]
         for job in self.jobs:
@@ -181,7 +181,6 @@ class _Supervisor:
                 lines.append(f"rank {job.rank} has finished")
             else:
                 lines.append(_short(self.failures[job.rank][1]))
-        waits = read_waits(self.jobs[0].folder, stuck)
         if waits:
             lines.append(drawn(waits))
         return RankError(stuck[0], "\n  ".join(lines), waits=waits)

@@ -7,6 +7,7 @@ that thread does not answer, as when C code keeps the lock.
 """
 
 import faulthandler
+import json
 import linecache
 import os
 import re
@@ -16,10 +17,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from lab.ranks.waiting import current_wait, write_wait
+from lab.ranks.waiting import Wait, current_wait
 
 BACKGROUND = "in_background"  # names the function of a thread that only serves the rank's other threads
 ASK = b"Where are you, and for whom do you wait?"  # from a parent to its rank
+WAITING = "waits: "  # begins the line that says for whom a rank waits
 COMPUTING = "computing "  # begins the place of a rank that waits for no rank and uses the processor
 _OBSERVED = 0.6  # seconds in which a rank looks at its own use of the processor
 _BUSY = 0.04  # seconds of the processor's time that a rank which waits does not use meanwhile
@@ -33,12 +35,13 @@ def stack_file(folder: str, rank: int) -> str:
 
 
 def answer(folder: str, rank: int) -> None:
-    """Write where this rank's threads are, and for whom it waits (lab/ranks/waiting.py)."""
+    """Write for whom this rank waits (waiting.py), or that it computes, and where its threads are."""
+    wait = None
     with suppress(Exception):
-        write_wait(folder, rank)
-    begin = COMPUTING + "\n" if current_wait() is None and _is_busy() else ""
+        wait = current_wait()
+    is_computing = wait is None and _is_busy()
     with suppress(OSError), open(stack_file(folder, rank), "a") as file:
-        file.write(begin)
+        file.write(COMPUTING + "\n" if is_computing else WAITING + json.dumps(wait and vars(wait)) + "\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 
@@ -51,8 +54,8 @@ def _is_busy() -> bool:
     return time.process_time() >= used
 
 
-def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> dict[int, str]:
-    """Ask ranks, forked processes, and return where each is: "at file.py:12 in f: its line ...".
+def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> tuple[dict[int, str], dict[int, Wait]]:
+    """Ask ranks, forked processes, where each is, "at file.py:12 in f: its line ...", and who waits for whom.
 
     The place of a rank that waits for no rank but computes begins with "computing at".
     Wait at most `seconds`, half of them before the signal is sent.
@@ -68,7 +71,10 @@ def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> dict[int, str]
             with suppress(OSError):
                 os.kill(one.process.pid, signal.SIGUSR2)
     _await(paths.values(), seconds / 2)
-    return {rank: where(path) for rank, path in paths.items()}
+    texts = {rank: _read(path) for rank, path in paths.items()}
+    waits = {rank: _wait(text) for rank, text in texts.items()}
+    places = {rank: _place(text) for rank, text in texts.items()}
+    return places, {rank: Wait(**wait) for rank, wait in waits.items() if wait}
 
 
 def _await(paths: Iterable[str], seconds: float) -> None:
@@ -79,21 +85,28 @@ def _await(paths: Iterable[str], seconds: float) -> None:
 
 def _is_complete(path: str) -> bool:
     """Return whether faulthandler has written all frames: the main thread's outermost one comes last."""
-    text = ""
+    return _read(path).endswith((" in <module>\n", "...\n"))  # it leaves out what is deeper than 100 frames
+
+
+def _read(path: str) -> str:
     with suppress(OSError), open(path) as file:
-        text = file.read()
-    return text.endswith((" in <module>\n", "...\n"))  # it leaves out what is deeper than 100 frames
+        return file.read()
+    return ""
 
 
-def where(path: str) -> str:
-    """Return where the threads of a rank are, from a stack file: the main thread first.
+def _wait(text: str) -> dict[str, Any] | None:
+    """Return what a stack file says about for whom its rank waits."""
+    with suppress(ValueError):
+        return json.loads(text.partition("\n")[0].removeprefix(WAITING))
+    return None
+
+
+def _place(text: str) -> str:
+    """Return where the threads of a rank are, from a stack file's text: the main thread first.
 
     A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
     those of torch, are left out, and so are those whose first function is called BACKGROUND.
     """
-    text = ""
-    with suppress(OSError), open(path) as file:
-        text = file.read()
     # faulthandler lists the main thread last and each thread's innermost frame first.
     stacks = text.split("hread 0x")[:0:-1]
     main, *others = [_lines(stack) for stack in stacks] or [""]

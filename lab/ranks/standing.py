@@ -32,7 +32,7 @@ from lab.ranks import forked, stacks
 from lab.ranks.cells import Reply, Request, serve
 from lab.ranks.child import Job
 from lab.ranks.output import read_lines
-from lab.ranks.waiting import drawn, read_waits
+from lab.ranks.waiting import drawn
 from lab.units import MAX_SECONDS
 
 START_SECONDS = 30.0
@@ -196,9 +196,9 @@ class StandingRanks:
         """End the cell on the ranks that still run it; return the error that says where each of them was."""
         waiting = [rank for rank in ranks if rank not in replies]
         asked = {rank: self._processes[rank] for rank in waiting}
-        found = stacks.ask(asked, self._folder, STACK_SECONDS)
+        found, waits = stacks.ask(asked, self._folder, STACK_SECONDS)
         places = [f"rank {rank} was {place}" for rank, place in found.items()]
-        if waits := read_waits(self._folder, waiting):
+        if waits:
             places.append(drawn(waits))
         message = cloudpickle.dumps(Request("interrupt"))
         for rank in waiting:

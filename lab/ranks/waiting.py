@@ -4,13 +4,10 @@ A thread of a stuck rank looks at what the other threads are doing. An object th
 `wait`, such as a message of comm, says for whom it waits if it has a method `awaited`.
 """
 
-import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 
 TORCH_CALLS = {"send": ("send to", "dst"), "recv": ("receive from", "src")}
@@ -38,28 +35,6 @@ def current_wait() -> Wait | None:
             if (wait := _wait_in(frame)) is not None:
                 return wait
     return None
-
-
-def write_wait(folder: str, rank: int) -> None:
-    """Write for whom this process waits to a file in the folder, where its parent reads it."""
-    if (wait := current_wait()) is not None:
-        new = _file(folder, rank).with_suffix(".new")
-        new.write_text(json.dumps(asdict(wait)))
-        new.replace(_file(folder, rank))
-
-
-def read_waits(folder: str, ranks: Iterable[int]) -> dict[int, Wait]:
-    """Return, and remove, what these ranks have written. A rank that waits for none is left out."""
-    waits = {}
-    for rank in ranks:
-        with suppress(OSError, ValueError, TypeError):
-            waits[rank] = Wait(**json.loads(_file(folder, rank).read_text()))
-            _file(folder, rank).unlink()
-    return waits
-
-
-def _file(folder: str, rank: int) -> Path:
-    return Path(folder, f"wait-{rank}")
 
 
 def chain(waits: Mapping[int, Wait]) -> list[int]:
