@@ -46,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A mark in a stream; the device counts float milliseconds, `gpu.rate` times as fast as the host."""
+    """A mark in a stream; the device counts milliseconds in 32 bits."""
 
     def __init__(self, gpu: "SimulatedGpu") -> None:
         self._gpu = gpu
@@ -59,23 +59,20 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         assert max(self.at, end.at) <= self._gpu.host_ns, "the device has not come so far yet"
-        return float(torch.tensor((end.at - self.at) * self._gpu.rate / MS, dtype=torch.float32))
+        return float(torch.tensor((end.at - self.at) / MS, dtype=torch.float32))
 
 
 class SimulatedGpu:
-    """`host_ns` is the host's time: it passes when the host sleeps, or waits for the device."""
+    """`host_ns` is the host's time: it passes when the host waits for the device."""
 
     device = torch.device("cuda", 0)
 
-    def __init__(self, rate: float = 1.0) -> None:
-        self.host_ns, self.rate = 5_000 * MS, rate
+    def __init__(self) -> None:
+        self.host_ns = 5_000 * MS
         self.compute = self.current = Stream(self)
 
     def perf_counter_ns(self) -> int:
         return self.host_ns
-
-    def sleep(self, ms: float) -> None:
-        self.host_ns += round(ms * MS)
 
     def launch(self, ms: float) -> None:
         """Launch work of `ms` milliseconds on the compute stream."""
@@ -95,9 +92,9 @@ class SimulatedGpu:
 
 
 @contextmanager
-def simulated_gpu(rate: float = 1.0) -> Iterator[SimulatedGpu]:
+def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Simulate torch.cuda, and the host's clock for spans and steps, in a `with` block."""
-    gpu = SimulatedGpu(rate)
+    gpu = SimulatedGpu()
     stubs = {
         "torch.cuda.Event": lambda enable_timing: Event(gpu),
         "torch.cuda.synchronize": gpu.synchronize,
