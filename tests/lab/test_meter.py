@@ -1,7 +1,6 @@
 import json
 import math
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from lab.cluster import Cluster
 from lab.trace import meter as meter_module
-from lab.trace.ledger import LEDGER, Entry, Ledger, Traffic
+from lab.trace.ledger import LEDGER
 from lab.trace.meter import Meter
 from tests.summary import FIELDS
 
@@ -78,25 +77,6 @@ def test_traffic_is_counted_inside_of_steps_and_nowhere_else():
         LEDGER.count("all_reduce", "tree", 8000)  # between two steps: a validation, for example
     summary = meter.finish()
     assert (summary["bytes_sent"], summary["messages_sent"]) == (210, 6)
-
-
-def test_the_ledger_keeps_rows_apart_and_loses_nothing_when_threads_count_at_once():
-    ledger = Ledger()
-
-    def count() -> None:
-        for _ in range(5000):
-            ledger.count("scatter", "flat", 2)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ledger.add_formula("scatter", "flat", Traffic(7, 1))
-    assert ledger.rows() == {
-        Entry("scatter", "flat"): Traffic(40000, 20000),
-        Entry("scatter", "flat", by_formula=True): Traffic(7, 1),
-    }
 
 
 def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
