@@ -99,20 +99,21 @@ def open_sockets() -> set[int]:
     return {inode for _, inode in _sockets()}
 
 
-def shut_down_connections(before: Collection[int] = (), kept_ports: Collection[int] = ()) -> None:
-    """Shut down this process's TCP connections, as its death would: every wait for a peer ends with an error.
+def shut_down_connections(before: Collection[int] | None = None, kept_ports: Collection[int] = ()) -> None:
+    """Shut down this process's connections, as its death would: every wait for a peer ends with an error.
 
     An operation that is under way holds its group, so destroying the group would close nothing. The sockets
-    of `before` stay, and those with one of the ports at either end.
+    of `before` stay, and those with one of the ports at either end. Without `before` only TCP is shut down,
+    because connections within the machine may lead to the parent.
     """
     for descriptor, inode in _sockets():
-        if inode in before:
-            continue
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if one.family not in (socket.AF_INET, socket.AF_INET6):
+            is_unix = one.family == socket.AF_UNIX
+            stays = is_unix if before is None else inode in before
+            if stays:
                 continue
-            # getpeername() is an OSError if the socket listens: gloo would abort the process.
-            if not {one.getsockname()[1], one.getpeername()[1]} & set(kept_ports):
+            ends = one.getsockname(), one.getpeername()  # an OSError if it listens: gloo would abort
+            if is_unix or not {end[1] for end in ends} & set(kept_ports):
                 one.shutdown(socket.SHUT_RDWR)
 
 
