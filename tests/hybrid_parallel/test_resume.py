@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.hybrid_parallel.test_run import summaries
-from training.checkpoint import complete_steps
 
 Way = tuple[int, dict[str, Any]]  # ranks, and their sizes
 
@@ -45,12 +44,3 @@ def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
             going_on = resumed(Path(folder), first, second)
         for what in ("last_loss", "validation_loss"):
             assert going_on[what] == pytest.approx(alone[what], rel=1e-5), (first, second)
-
-
-def test_checkpoints_are_saved_as_often_as_asked_and_the_last_ones_stay(tmp_path):
-    every = {"steps": 5, "checkpoint": str(tmp_path), "checkpoint_every": 1, "checkpoint_keep": 2}
-    summaries(2, [every | {"data": 2}])
-    assert complete_steps(tmp_path) == [4, 5]
-    # Each of the replicas has saved a half.
-    of_rank_0, of_rank_1 = (path.stat().st_size for path in tmp_path.glob("step-5/*.distcp"))
-    assert of_rank_0 == pytest.approx(of_rank_1, rel=0.1)
