@@ -14,11 +14,10 @@ from context_parallel.parallel_model import AttentionFunction, ContextParallel, 
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
-from lab.check import assert_same, gradients, parameters
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig, loss_of
-
-RTOL = 1e-9
+from tests.one_process import RTOL, train_both
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def compare_with_one_process(
     change: Callable[[GPT], None] | None = None,
     **changes: Any,
 ) -> None:
-    """Compare the loss and every gradient in each step of SGD, and every parameter after the steps.
+    """Compare the loss in each step, and what train_both does.
 
     `frozen` lists prefixes of the names of frozen parameters, and `backwards` is the number of batches in a
     step. `change` changes the model that is cut, before it is used.
@@ -136,13 +135,10 @@ def compare_with_one_process(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen)))
     ours = variant.wrap(plain)
-    assert_same(parameters(ours.module), parameters(reference), 0, f"initial parameter, {what},")
     if change is not None:
         change(ours.module)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in (reference, ours)]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         for number in range(backwards):
             x, y = text(length, seed=2 + number)
             expected_loss = loss_of(reference(x), y)
@@ -152,7 +148,5 @@ def compare_with_one_process(
             found = {"loss": mean_over_tokens(loss)}
             assert_same(found, {"loss": expected_loss.detach()}, RTOL, f"loss, {what}, step {step},")
         ours.finish_gradient_sync()
-        assert_same(gradients(ours.module), gradients(reference), RTOL, f"gradient, {what}, step {step},")
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same(parameters(ours.module), parameters(reference), RTOL, f"parameter, {what},")
+
+    train_both(reference, ours.module, backward, steps=steps, what=what)

@@ -7,7 +7,8 @@ from torch import Tensor
 from context_parallel.block_attention import KERNELS, NO_KEY, join
 from context_parallel.sequence_cut import Part
 from lab.check import assert_same
-from tests.context_parallel.equivalence import RTOL, qkv
+from tests.context_parallel.equivalence import qkv
+from tests.one_process import RTOL
 
 QUERIES, KEYS = 5, 7
 

@@ -13,8 +13,8 @@ from lab.check import assert_same, module_digest
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from tests.expert_parallel.reference import gpt, naive_gpt, text
+from tests.one_process import RTOL, train_both
 
-RTOL = 1e-9
 AUX_WEIGHT, BIAS_RATE = 0.5, 0.02
 
 
@@ -36,7 +36,7 @@ def compare_with_one_process(
     without_tokens: Sequence[int] = (),
     **changes: Any,
 ) -> str:
-    """Compare every gradient in each step of SGD, and every parameter after the steps.
+    """Compare what train_both does, what the routers decide, and their biases.
 
     `frozen` lists parts of the names of frozen parameters. No router chooses the experts `without_tokens`.
     Return the digest of the initial parameters.
@@ -57,12 +57,10 @@ def compare_with_one_process(
     for model in (reference, ours.module):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
     x, y = text()
     mine = slice(cluster.rank * len(x) // n, (cluster.rank + 1) * len(x) // n)
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         expected_loss, loss = loss_of(reference(x), y), loss_of(ours(x[mine]), y[mine])
         if balance == "aux":
             expected_loss = expected_loss + AUX_WEIGHT * sum(layer.auxiliary_loss() for layer in mixtures)
@@ -71,23 +69,18 @@ def compare_with_one_process(
         loss.backward()
         ours.finish_gradient_sync()
         assert all((p.grad is not None) == p.requires_grad for p in ours.parameters())
-        assert_same(
-            full_state(gradients_or_zeros(ours.module), groups),
-            gradients_or_zeros(reference),
-            RTOL,
-            f"gradient, {what}, step {step},",
-        )
         for layer, mixture in zip(ours.layers, mixtures, strict=True):
             assert layer.chosen_rE.sum(0).tolist() == mixture.counts
             assert int((layer.chosen_rE - layer.sent_rE).sum()) == mixture.dropped
             assert (mixture.dropped > 0) == (moe.capacity is not None), "the test must drop tokens"
             assert not any(mixture.counts[e] for e in without_tokens)
-        for optimizer in optimizers:
-            optimizer.step()
         if balance == "bias":
             ours.move_biases(BIAS_RATE)
             for mixture in mixtures:
                 mixture.move_bias(BIAS_RATE)
+
+    full = lambda named: full_state(named, groups)  # noqa: E731
+    train_both(reference, ours.module, backward, full, steps, what, gradients_or_zeros)
     final = full_state(ours.module.state_dict(), groups)
-    assert_same(final, dict(reference.state_dict()), RTOL, f"parameter, {what},")
+    assert_same(final, dict(reference.state_dict()), RTOL, f"parameter or bias, {what},")
     return digest

@@ -1,9 +1,13 @@
 """Test that experts on several ranks have the gradients of one process that computes token by token."""
 
-from expert_parallel.config import MoEConfig
+from expert_parallel.config import MoEConfig, form_groups
+from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
+from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
 from tests.expert_parallel.equivalence import compare_with_one_process
+from tests.expert_parallel.reference import gpt, text
 
 
 def test_two_ranks_have_the_gradients_of_one_process():
@@ -87,3 +91,22 @@ def test_frozen_parameters_stay_and_no_rank_waits_for_them():
             compare_with_one_process(cluster, MoEConfig(2, 2), frozen=frozen, tied=False)
 
     run_ranks(work, 2, timeout=30)
+
+
+def test_only_tokens_for_other_ranks_are_sent():
+    """The forward sends what leaves and returns what has come, the backward the same; d is the width."""
+
+    def count(cluster: Cluster) -> None:
+        model, d, itemsize = ExpertParallel(gpt(), MoEConfig(4, 1), form_groups(2)), 8, 8
+        x, y = (part[6 * cluster.rank :][:6] for part in text())
+        LEDGER.clear()
+        loss_of(model(x), y).backward()
+        model.finish_gradient_sync()
+        sent = {entry.op: t.bytes_sent for entry, t in LEDGER.rows().items() if entry.pattern != "header"}
+        sent_rE = sum(layer.sent_rE for layer in model.layers)
+        tokens = int(sent_rE[0, 2:].sum() + sent_rE[1, :2].sum())
+        assert sent["all_to_all"] == 2 * tokens * d * itemsize
+        assert sent["all_gather"] == len(model.layers) * 4 * 8  # a count of 8 bytes for each expert
+        assert sent["all_reduce"] == sum(parameter.numel() for parameter in model.dense) * itemsize
+
+    run_ranks(count, 2)

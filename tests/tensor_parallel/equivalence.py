@@ -1,6 +1,7 @@
 """Compare the full gradients and parameters of tensor parallel models with one process, by name."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from comm.functions import InFlightAllGather
-from lab.check import assert_same, gradients, parameters
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.one_process import RTOL, train_both
 
-RTOL = 1e-9
 BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
@@ -76,26 +77,20 @@ def _compare(
     clip: float | None,
     what: str,
 ) -> None:
-    """Compare every gradient in each step, the norm with `clip`, and every parameter before and after."""
-    found = full_tensors(ours, parameters(ours.module))
-    assert_same(found, parameters(reference), 0, f"initial parameter, {what},")
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (reference, ours)]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+    """Compare the loss and an input's gradient in each step, with `clip` the norm, and what train_both does."""
+
+    def backward(step: int) -> None:
         inputs = [x.clone().requires_grad_(x.is_floating_point() and step == 1) for _ in range(2)]
         expected_loss, loss = loss_of(reference(inputs[0]), y), ours.loss(ours(inputs[1]), y)
         for one in (expected_loss, loss):
             one.backward()
         ours.finish_gradient_sync()
-        assert_same({"loss": loss.detach()}, {"loss": expected_loss.detach()}, RTOL, what)
+        expected, actual = ({"loss": one.detach()} for one in (expected_loss, loss))
+        expected["input"], actual["input"] = (each.grad for each in inputs)
         if clip is not None:
-            expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert_same({"norm": ours.clip_grad_norm_(clip)}, {"norm": expected_norm}, RTOL, what)
-        expected = gradients(reference) | {"input": inputs[0].grad}
-        actual = full_tensors(ours, gradients(ours.module)) | {"input": inputs[1].grad}
-        assert_same(actual, expected, RTOL, f"gradient, {what}, step {step},")
-        for optimizer in optimizers:
-            optimizer.step()
-    found = full_tensors(ours, parameters(ours.module))
-    assert_same(found, parameters(reference), RTOL, f"parameter, {what},")
+            expected["norm"] = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            actual["norm"] = ours.clip_grad_norm_(clip)
+        for name in expected:
+            assert_same({name: actual[name]}, {name: expected[name]}, RTOL, what)
+
+    train_both(reference, ours.module, backward, partial(full_tensors, ours), steps, what)

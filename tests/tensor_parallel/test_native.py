@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -14,7 +13,8 @@ from lab.ranks import RankError, run_ranks
 from lab.trace.ledger import LEDGER
 from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests.dtensors import full_tensors
-from tests.tensor_parallel.equivalence import BOTH_MODES, RTOL, gpt, text
+from tests.one_process import RTOL, train_both
+from tests.tensor_parallel.equivalence import BOTH_MODES, gpt, text
 
 
 def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
@@ -25,26 +25,21 @@ def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
 
 
 def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **changes: Any) -> None:
-    """Compare every gradient in two steps of SGD, and every parameter after them."""
+    """Compare the loss, what train_both does, and the saved state."""
     what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
     reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
     native = DTensorGPT(plain, cluster.device, sequence_parallel)
-    # foreach=False: with the default on GPUs either all parameters must be DTensors, or none.
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3, foreach=False) for m in (reference, native)]
     x, y = (part.to(cluster.device) for part in text())
-    for step in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         expected = loss_of(reference(x), y)
         expected.backward()
         loss = one_backward(native, x, y)
         if step:  # without this call, full_tensor() reduces what is Partial
             native.finish_gradient_sync()
         assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
-        found = full_tensors(gradients(native.module))
-        assert_same(found, gradients(reference), RTOL, f"gradient, {what}, step {step},")
-        for optimizer in optimizers:
-            optimizer.step()
+
+    train_both(reference, native.module, backward, full_tensors, what=what)
     saved = gpt(1, **changes)
     saved.load_state_dict(native.full_state_dict())
     assert_same(parameters(saved), parameters(reference), RTOL, f"parameter, {what},")

@@ -11,9 +11,9 @@ from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
+from tests.one_process import RTOL
 from tests.tensor_parallel.equivalence import (
     BOTH_MODES,
-    RTOL,
     compare_mlp_with_one_process,
     compare_with_one_process,
     full_tensors,
