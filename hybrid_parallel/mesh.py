@@ -57,7 +57,7 @@ def stream_of(rank: int, sizes: ParallelSizes) -> int:
     """Return the number of the stream from which a rank draws its dropout masks.
 
     Replicas and stages draw masks of their own. The ranks of a tensor group hold the same activations, and
-    need the same masks; where each has a part, tensor_parallel/randomness.py gives it a stream of its own.
+    need the same masks; where each has a part, tensor_parallel/parallelize.py gives it a stream of its own.
     """
     return rank // sizes.tensor
 

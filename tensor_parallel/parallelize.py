@@ -12,11 +12,16 @@ A parameter that every rank holds in full, and applies to the same tokens, has t
 rank. With sequence parallelism each rank has seen only its shard of the tokens, so its gradients of norms,
 positions and of biases that follow a sum are only terms. `finish_gradient_sync()` adds the terms up.
 
-The layers are in layers.py, the loss in cross_entropy.py, dropout in randomness.py, and what it all sends in
-expected_traffic.py.
+Dropout masks must be equal where all ranks compute the same, and different where each has its own part:
+
+      residual stream, full on every rank        one mask for all; else the ranks' activations differ
+      heads or tokens of one rank                a mask of its own; else n shards repeat one mask
+
+The layers are in layers.py, the loss in cross_entropy.py, and what it all sends in expected_traffic.py.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +46,12 @@ from tensor_parallel.layers import (
     padded_shard,
     validate_divisible,
 )
-from tensor_parallel.randomness import RankDropout, RankRandomness
 from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
 from training.guard import Guard
+
+_SEEDS = 2**62
 
 
 def parallelize(
@@ -254,6 +260,55 @@ class PositionsOfOwnTokens(nn.Embedding):
 
     def forward(self, positions_t: Tensor) -> Tensor:
         return super().forward(own_shard(positions_t, 0, self._group).clamp(max=self.num_embeddings - 1))
+
+
+class RankRandomness:
+    """This rank's own random numbers, beside those of torch's generator, which gets rank 0's seed here.
+
+    With one seed, torch's generator draws the same numbers on all ranks. For what a rank computes alone, all
+    draw one number from it, and each adds its rank to get a seed of its own. So all masks follow from the
+    generator's state: where that is restored, to compute a block again in the backward or to resume from a
+    checkpoint, the same masks are drawn again. Megatron-LM keeps a second state of the generator instead
+    (CudaRNGStatesTracker), and restores both.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        seed = torch.tensor([torch.initial_seed() % _SEEDS], device=device)
+        broadcast(seed, root=0, group=group)
+        torch.manual_seed(int(seed))
+        self._rank = dist.get_rank(group)
+
+    @contextlib.contextmanager
+    def used(self, device: torch.device, probability: float = 1.0) -> Iterator[None]:
+        """Let torch draw numbers of this rank inside the block; do nothing where `probability` is 0.
+
+        All ranks must enter the block, because each draws one number from the generator that they share.
+        """
+        if not probability:
+            yield
+            return
+        seed = int(torch.randint(_SEEDS, ())) + self._rank
+        generator = torch.default_generator
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index or 0]
+        shared = generator.get_state()
+        generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(shared)
+
+
+class RankDropout(nn.Module):
+    """Do what nn.Dropout does, with masks of this rank."""
+
+    def __init__(self, p: float, randomness: RankRandomness) -> None:
+        super().__init__()
+        self.p, self._randomness = p, randomness
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self._randomness.used(x.device, self.p if self.training else 0.0):
+            return F.dropout(x, self.p, self.training)
 
 
 def _validate(model: nn.Module, group: Group, sequence_parallel: bool) -> None:

@@ -17,7 +17,7 @@ the weights; with `--no-overlap` they do not.
 
 The parts of the technique: layers.py has the idea, a column layer before a row layer; read it first.
 cross_entropy.py computes the loss from divided logits. parallelize.py shows which layers of a GPT are divided
-in which way, with dropout from randomness.py and the formulas of expected_traffic.py.
+in which way, and expected_traffic.py has the formulas.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 """

@@ -70,7 +70,7 @@ mutant(
 mutant(
     "tensor_heads_share_a_mask",
     "Dropout regularises less: attention heads on different ranks drop the same numbers.",
-    target="tensor_parallel.randomness.RankRandomness.used",
+    target="tensor_parallel.parallelize.RankRandomness.used",
     changes={" + self._rank": ""},
     killer=DROPOUT + "test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one",
 )
@@ -139,7 +139,7 @@ mutant(
 mutant(
     "tensor_recomputed_with_other_masks",
     "Gradients are wrong with dropout and recomputation: heads get other masks in the second forward.",
-    target="tensor_parallel.randomness.RankRandomness.used",
+    target="tensor_parallel.parallelize.RankRandomness.used",
     changes={
         "seed = int(torch.randint(_SEEDS, ())) + self._rank": (
             'self._calls = getattr(self, "_calls", 0) + 1\nseed = 1000 * self._calls + self._rank'
@@ -151,7 +151,7 @@ mutant(
 mutant(
     "tensor_residual_masks_differ",
     "The residual stream differs by rank: each rank draws its dropout masks from another seed.",
-    target="tensor_parallel.randomness.RankRandomness.__init__",
+    target="tensor_parallel.parallelize.RankRandomness.__init__",
     changes={
         "torch.manual_seed(int(seed))\nself._rank = dist.get_rank(group)": (
             "self._rank = dist.get_rank(group)\ntorch.manual_seed(int(seed) + self._rank)"

@@ -271,7 +271,7 @@ shards.compare(pull("largest")[0])
 # number of ranks the model would be another one. So the lesson draws the full *master weight* from one seed on every rank,
 # keeps this rank's part, and frees the rest. Dropout has the same question in both forms: where all ranks have the same
 # activations they need the same mask, and for their own heads masks of their own
-# ([tensor_parallel/randomness.py](../tensor_parallel/randomness.py)).
+# ([tensor_parallel/parallelize.py](../tensor_parallel/parallelize.py)).
 #
 # ## The bias, once
 #

@@ -77,7 +77,7 @@ def _compare(
     clip: float | None,
     what: str,
 ) -> None:
-    """Compare the loss and an input's gradient in each step, with `clip` the norm, and what train_both does."""
+    """Compare the loss and an input's gradient in each step, with `clip` the norm, and as train_both does."""
 
     def backward(step: int) -> None:
         inputs = [x.clone().requires_grad_(x.is_floating_point() and step == 1) for _ in range(2)]
