@@ -11,7 +11,7 @@ of n ranks, and the dropout masks of one. Ranks draw different numbers where the
       data parallel      a rank has its own examples                        masks of its own
       pipeline           a rank has its own layers                          masks of its own
       tensor parallel    all ranks compute the same residual stream         one mask for all
-                         a rank has its own heads, or its own tokens        tensor_parallel/randomness.py
+                         a rank has its own heads, or its own tokens        tensor_parallel/parallelize.py
 """
 
 from collections.abc import Iterator
