@@ -133,5 +133,5 @@ def test_a_text_that_is_not_once_in_the_lessons_code_is_an_error():
 def test_a_mutant_that_does_not_differ_would_be_reported_as_a_survivor():
     mutant = MUTANTS["ring_chunk_off_by_one"]
     right = importlib.import_module("comm.algorithms.pipelined_ring").chunk_sent
-    with pytest.raises(pytest.fail.Exception, match="chunk_sent survives"):
+    with pytest.raises(pytest.fail.Exception, match="ring_chunk_off_by_one survives"):
         judge(mutant, right)
