@@ -54,6 +54,7 @@ def test_progress_survives_and_a_failed_check_does_not_take_a_pass_back(space, c
 def test_a_command_makes_the_file_once_and_a_reset_loses_nothing(space, capsys):
     assert main([], space) == 0 and main(["check", SECOND.name], space) == 1
     assert space.file(SECOND).read_text() == generated(SECOND)
+    assert Workspace(space.folder).progress[SECOND.name].state == "unsolved"
     assert space.reset(FIRST) is None  # unchanged
     for copy in (1, 2):
         space.file(FIRST).write_text(TEXT * copy)

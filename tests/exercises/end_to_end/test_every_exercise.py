@@ -85,17 +85,6 @@ def test_it_fails_with_a_wrong_implementation_that_was_shipped(exercise, mutant)
     assert error is not None
 
 
-def test_a_passed_exercise_is_listed_as_passed(workbook):
-    first = EXERCISES[0]
-    file = workbook / "exercises" / first.file
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(solved(first))
-    run(workbook, "exercises", "check", first.name)
-    listed = json.loads(run(workbook, "exercises", "list", "--json").stdout)["exercises"]
-    assert {row["name"]: row["state"] for row in listed}[first.name] == "passed"
-    file.unlink()
-
-
 def graded_by_pytest(workbook: Path, *options: str) -> tuple[list[dict], str]:
     """Return the rows of the report and the output of `pytest exercises`, which fails here."""
     report = workbook / "report.json"
