@@ -206,7 +206,6 @@ EXERCISES = (
             BUCKETS + "test_gradients_are_views_of_the_buckets_however_they_are_zeroed",
             BUCKETS + "test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied",
             BUCKETS + "test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros",
-            EQUIVALENCE + "test_a_fused_optimizer_trains_a_model_in_channels_last_as_on_one_process",
         ),
         difficulty=2,
         minutes=25,
@@ -250,7 +249,6 @@ EXERCISES = (
             OVERLAP
             + "test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch",
             IN_THE_BACKWARD,
-            EQUIVALENCE + "test_gradients_of_zero_bubble_stages_are_averaged_over_their_replicas",
         ),
         difficulty=3,
         minutes=25,

@@ -5,6 +5,7 @@ A wrapper is a function of a module. All wrappers, DDP too, have `no_sync()` and
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,13 +149,16 @@ def mine(cluster: Cluster, batch: tuple[Tensor, ...]) -> list[Tensor]:
     return [rank_slice(part, cluster.rank, cluster.world_size) for part in batch]
 
 
-def accumulate(model: nn.Module, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
-    """Compute the gradients of a step, as the lessons do."""
+def accumulate(
+    model: nn.Module, loss: Loss, batch: Sequence[Tensor], microbatches: int, syncing: Any = None
+) -> None:
+    """Compute the gradients of a step, as the lessons do; `syncing` is the model, or an optimizer of ZeRO."""
+    syncing = syncing or model
     parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
     for i, (x, y) in enumerate(parts):
-        with contextlib.nullcontext() if i == len(parts) - 1 else model.no_sync():
+        with contextlib.nullcontext() if i == len(parts) - 1 else syncing.no_sync():
             (loss(model, x, y) / microbatches).backward()
-    model.finish_gradient_sync()
+    syncing.finish_gradient_sync()
 
 
 def mean_gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -5,13 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
-from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.schedules import zb_h1
 from tests.data_parallel.equivalence import (
     OURS,
     WRAPPERS,
@@ -181,54 +177,5 @@ def test_a_module_may_have_no_trained_parameters():
             frozen(torch.ones(1, 2))
             frozen.finish_gradient_sync()
             assert frozen.module.weight.grad is None, name
-
-    run_ranks(work, 2)
-
-
-def test_gradients_of_zero_bubble_stages_are_averaged_over_their_replicas():
-    """Weight gradients are computed after the backward, and no hook announces them."""
-    x, y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(16) % 3
-    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))  # of ranks
-
-    def work(cluster: Cluster) -> None:
-        pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in (rows, columns))
-        row, column = divmod(cluster.rank, 2)
-        expected = one_process(MLP([6, 9, 7, 5, 3]).double(), lambda m: text_loss(m, x, y))
-        for name, wrap in OURS.items():
-            model, (own_x, own_y) = MLP([6, 9, 7, 5, 3]).double(), (part.chunk(2)[row] for part in (x, y))
-            pipeline = Pipeline(model, zb_h1(2, 4), loss_of, own_x[:2], group=pipelines[row])
-            wrapper = wrap(pipeline.stages, replicas[column])
-            for _ in range(2):
-                wrapper.zero_grad()
-                with wrapper.no_sync():
-                    pipeline.step(own_x, own_y)
-                wrapper.finish_gradient_sync()
-                own = {key: p.grad for key, p in pipeline.named_own_parameters().items()}
-                assert_same(own, {key: expected[key] for key in own}, what=f"gradient of {name}")
-
-    run_ranks(work, 4)
-
-
-def test_a_fused_optimizer_trains_a_model_in_channels_last_as_on_one_process():
-    """It runs over the raw memory, so a gradient must have its parameter's strides."""
-
-    def trained(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        for _ in range(2):
-            model.zero_grad()
-            model(x).square().mean().backward()
-            if isinstance(model, BucketDataParallel):
-                model.finish_gradient_sync()
-            optimizer.step()
-        return next(model.parameters())
-
-    def work(cluster: Cluster) -> None:
-        torch.manual_seed(0)
-        x = torch.randn(2, 3, 6, 6).double()
-        make = lambda: nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)  # noqa: E731
-        alone, model = make(), make()
-        model.load_state_dict(alone.state_dict())
-        (own,) = mine(cluster, (x,))
-        assert_same({"w": trained(BucketDataParallel(model), own)}, {"w": trained(alone, x)})
 
     run_ranks(work, 2)

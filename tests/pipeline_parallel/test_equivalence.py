@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lab.check import assert_same
@@ -90,18 +89,6 @@ def test_however_the_model_is_cut_it_is_trained_the_same():
             compare_with_one_process(cluster, partial(mlp, 7), table, vectors(4), **options)
 
     run_ranks(compare, 3)
-
-
-def test_two_pipelines_train_side_by_side_in_groups_of_their_own():
-    def compare(cluster: Cluster) -> None:
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        mine = groups[cluster.rank // 2]
-        for name in SCHEDULES:
-            table = table_of(name, 2, 3)
-            model = partial(gpt, num_layers=3)
-            compare_with_one_process(cluster, model, table, text(6), what=name, group=mine)
-
-    run_ranks(compare, 4)
 
 
 def test_under_autocast_every_schedule_computes_in_16_bits_what_one_process_does():

@@ -1,6 +1,5 @@
 """Set up each stage of ZeRO, and compare its training with one process."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
-from tests.data_parallel.equivalence import Loss, mine
+from tests.data_parallel.equivalence import Loss, accumulate, mine
 from zero import train_zero1, train_zero3
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
@@ -70,11 +69,7 @@ class Sharded:
 
     def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
         """Compute the gradients of a step, as the lessons do."""
-        parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
-        for i, (x, y) in enumerate(parts):
-            with contextlib.nullcontext() if i == len(parts) - 1 else self.syncing.no_sync():
-                (loss(self.model, x, y) / microbatches).backward()
-        self.syncing.finish_gradient_sync()
+        accumulate(self.model, loss, batch, microbatches, self.syncing)
 
     def expected_traffic(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
         """Return the lesson's formula for this stage."""
