@@ -175,6 +175,8 @@ class Meter:
 
 
 def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, list):
         return ", ".join(_readable(name, item) for item in value)
     if name.endswith("_seconds_per_byte"):

@@ -52,8 +52,11 @@ class Overlap:
 def overlap_of(events: Sequence[Event]) -> Overlap:
     """Return the overlap in one rank's events. Spans at the same time, or within each other, count once.
 
-    Computing happens on the main lane, communication on any.
+    Computing happens on the main lane, communication on any. Raise ValueError for events of several ranks:
+    one rank's communication would seem hidden behind another's computing.
     """
+    if len({event.rank for event in events}) > 1:
+        raise ValueError("overlap_of takes one rank's events; pick one")
     main = [event for event in events if event.lane == MAIN_LANE]
     compute = difference(busy(main, COMPUTE), busy(main, BLOCKED))
     communication = busy(events, ["communication"])

@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_json(capfd):
     for loss in (math.nan, math.inf):
         with meter.step() as record:
             record.loss = torch.tensor(loss)
-    meter.finish(worst=[1.0, -math.inf])
+    meter.finish(worst=[1.0, -math.inf], wait_seconds=[2.0, math.nan])
     summary = json.loads(capfd.readouterr().out, parse_constant=lambda name: pytest.fail(name))
     assert (summary["first_loss"], summary["last_loss"], summary["worst"]) == (None, None, [1.0, None])
 
