@@ -45,8 +45,9 @@ now = time.perf_counter_ns
 QUICK_NS = 2_000_000  # how long the store is checked without a pause: many round trips
 
 _recording = False
-_events: list[Event] = []  # threads append without a lock: list.append is atomic
-_unread: deque[tuple[Moment, Moment, Callable[[int, int], Event]]] = deque()  # spans whose ends are marks
+# Name, kind, start, end, lane and arguments. Threads append without a lock: append is atomic.
+_unread: deque[tuple[str, str, Moment, Moment, str, dict[str, Any]]] = deque()
+_events: list[Event] = []  # the spans whose marks have been read
 _clock: StreamClock | None = None
 _NOTHING = nullcontext()
 
@@ -81,18 +82,21 @@ def recorded() -> list[Event]:
 
 
 def settle() -> None:
-    """Wait for the GPU, if one is recorded, and read the marks of all spans so far."""
-    if _clock is None or not (_recording or _unread):
-        return
+    """Read the marks of all spans so far. Wait for the GPU, if one is recorded."""
+    is_needed = _clock is not None and (_recording or _unread)
     while _unread:
-        start, end, event = _unread.popleft()
-        _events.append(event(_read(start), _read(end)))
-    _clock.set_anchor()
+        name, kind, start, end, lane, args = _unread.popleft()
+        start_ns = _read(start)
+        _events.append(Event(name, kind, start_ns, max(0, _read(end) - start_ns), lane, args))
+    if _clock is not None and is_needed:
+        _clock.set_anchor()
 
 
 def _read(moment: Moment) -> int:
+    if isinstance(moment, int):
+        return moment
     assert _clock is not None
-    return moment if isinstance(moment, int) else _clock.read(moment)
+    return _clock.read(moment)
 
 
 def mark() -> Moment:
@@ -130,17 +134,8 @@ def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None
 
     `lane` is by default the calling thread's. Spans of a lane that overlap are drawn one below the other.
     """
-    if not _recording:
-        return
-    lane = lane or _own_lane()
-
-    def event(start_ns: int, end_ns: int) -> Event:
-        return Event(name, kind, start_ns, max(0, end_ns - start_ns), lane, args)
-
-    if isinstance(start, int) and isinstance(end, int):
-        _events.append(event(start, end))
-    else:
-        _unread.append((start, end, event))
+    if _recording:
+        _unread.append((name, kind, start, end, lane or _own_lane(), args))
 
 
 def _own_lane() -> str:
