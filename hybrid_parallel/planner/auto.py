@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
 from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, measure_handling, this_machine
 from hybrid_parallel.planner.search import choose, plans
-from hybrid_parallel.planner.shapes import AnyShape, shape_of_config
+from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -23,34 +24,26 @@ from training.calibrate import measure_all_reduce
 
 def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
     """Return the arguments of train_hybrid.py. All ranks must call it."""
-    return read_command_line(words, cluster.world_size, Planner(cluster))
+    return read_command_line(words, cluster.world_size, partial(choose_sizes, cluster))
 
 
-def planned_shape(args: HybridArgs) -> AnyShape:
-    """Return the shape of the model that the arguments ask for."""
-    moe = moe_of(args)
-    return shape_of_config(model_of(args), *((1, 1) if moe is None else (moe.num_experts, moe.top_k)))
-
-
-class Planner:
-    """Chooses the sizes of a run by what its ranks measure: the link between them, and the rate of computing.
+def choose_sizes(
+    cluster: Cluster, args: HybridArgs, num_processes: int, given: Mapping[str, Any]
+) -> ParallelSizes:
+    """Return the planner's choice for what the ranks measure: their link, and their rate of computing.
 
     All ranks call it. Rank 0 chooses, and the others get its choice: what they measure differs a little.
     """
+    machine = measured_machine(cluster, slow_link.parse(args.link) if args.link else None)
+    moe = moe_of(args)
+    experts = (1, 1) if moe is None else (moe.num_experts, moe.top_k)
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def chosen() -> dict[str, Any]:
+        shape = shape_of_config(model_of(args), *experts)
+        found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
+        return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
 
-    def __call__(self, args: HybridArgs, num_processes: int, given: Mapping[str, Any]) -> ParallelSizes:
-        link = slow_link.parse(args.link) if args.link else None
-        machine = measured_machine(self._cluster, link)
-
-        def chosen() -> dict[str, Any]:
-            shape = planned_shape(args)
-            found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
-            return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
-
-        return ParallelSizes(**on_main(self._cluster, "choose a plan", chosen))
+    return ParallelSizes(**on_main(cluster, "choose a plan", chosen))
 
 
 def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:

@@ -8,7 +8,7 @@ import pytest
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs, sizes_of
 from hybrid_parallel.mesh import AXES
-from hybrid_parallel.planner.auto import Planner
+from hybrid_parallel.planner.auto import choose_sizes
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
@@ -89,9 +89,8 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
     def chosen(cluster: Cluster) -> list[ParallelSizes]:
         args = HybridArgs(batch_size=16, size="tiny", layers=4)
         mlp = dataclasses.replace(args, model="mlp")
-        return [
-            Planner(cluster)(one, 2, given) for one, given in ((args, {}), (args, {"pipeline": 2}), (mlp, {}))
-        ]
+        ways = (args, {}), (args, {"pipeline": 2}), (mlp, {})
+        return [choose_sizes(cluster, one, 2, given) for one, given in ways]
 
     of_rank_0, of_rank_1 = run_ranks(chosen, 2)
     assert of_rank_0 == of_rank_1
