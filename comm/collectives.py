@@ -123,14 +123,8 @@ def scatter(
     full = _at_root("scatter", full, root, group)
     if pattern == "torch":
         return native.scatter(shard, full, root, group, async_op)
-    header = Header(
-        "scatter",
-        pattern,
-        shard.dtype,
-        root=root,
-        shard=shard.numel(),
-        full=0 if full is None else full.numel(),
-    )
+    numel = 0 if full is None else full.numel()
+    header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
     patterns: Patterns = {
         "flat": lambda wire, s, f=None: star.scatter(wire, s, f, root),
         "tree": lambda wire, s, f=None: sharded_tree.scatter(wire, s, f, root, wire.full_numel),
@@ -152,14 +146,8 @@ def gather(
     full = _at_root("gather", full, root, group)
     if pattern == "torch":
         return native.gather(shard, full, root, group, async_op)
-    header = Header(
-        "gather",
-        pattern,
-        shard.dtype,
-        root=root,
-        shard=shard.numel(),
-        full=0 if full is None else full.numel(),
-    )
+    numel = 0 if full is None else full.numel()
+    header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
     patterns: Patterns = {
         "flat": lambda wire, s, f=None: star.gather(wire, f, s, root),
         "tree": lambda wire, s, f=None: sharded_tree.gather(wire, f, s, root, wire.full_numel),

@@ -65,9 +65,7 @@ def all_to_all(wire: Wire, output: torch.Tensor, full: torch.Tensor) -> None:
 
 
 def _exchange(wire: Wire, outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int) -> None:
-    """Send to one rank and receive from another, at the same time. An empty tensor is not sent."""
-    arriving = wire.irecv(incoming, source) if incoming.numel() else None
-    leaving = wire.isend(outgoing, to) if outgoing.numel() else None
-    for transfer in (arriving, leaving):
-        if transfer is not None:
-            transfer.wait()
+    """Send to one rank and receive from another, at the same time. (A wire does not send an empty tensor.)"""
+    arriving, leaving = wire.irecv(incoming, source), wire.isend(outgoing, to)
+    arriving.wait()
+    leaving.wait()

@@ -100,10 +100,9 @@ def _all_gather(wire: Wire, chunks: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> list[Transfer]:
-    """Start to send to rank r+1 and to receive from rank r-1. An empty tensor is not sent."""
+    """Start to send to rank r+1 and to receive from rank r-1."""
     left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-    arriving = [wire.irecv(incoming, left)] if incoming.numel() else []
-    return arriving + ([wire.isend(outgoing, right)] if outgoing.numel() else [])
+    return [wire.irecv(incoming, left), wire.isend(outgoing, right)]
 
 
 def _wait_all(transfers: list[Transfer]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError, all_reduce
-from comm.point_to_point import recv, send
+from comm.point_to_point import irecv, isend, recv, send
 from comm.transport import shared_memory
 from comm.transport.choice import use_transport
 from comm.transport.streams import Streams, transports_of
@@ -89,6 +89,34 @@ def test_an_asynchronous_operation_of_a_smaller_group_names_a_dead_peer_by_its_r
 
     text = outcomes(one_dies, 4)[1]
     assert "all_reduce (ring): rank 1 could not" in text and "rank 3 has died or left" in text
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_rank_that_is_killed_is_named_at_once_by_all_that_wait_for_its_messages(transport: str):
+    def one_dies(cluster) -> tuple[str, float]:
+        use_transport(transport)
+        x = torch.zeros(4)
+        if cluster.rank == 1:
+            for peer in (0, 2):
+                send(x, peer)
+            cluster.store.wait(["both wait"])
+            time.sleep(0.2)
+            die()
+        recv(x, 1)
+        if cluster.store.add("waiting", 1) == 2:
+            cluster.store.set("both wait", "")
+        call = recv if cluster.rank == 0 else send
+        text = error_text(lambda: call(x, 1))
+        return text, time.monotonic()
+
+    ends = run_ranks(one_dies, 3, collect_failures=True, group_timeout=30)
+    verbs = {0: "receive from", 2: "send to"}
+    for rank, verb in verbs.items():
+        assert ends[rank][0] == (
+            f"point_to_point (direct): rank {rank} could not {verb} rank 1: it lost the connection; rank 1 "
+            "has died or left, so look for the first error in its log."
+        )
+    assert abs(ends[0][1] - ends[2][1]) < 10
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
@@ -208,3 +236,16 @@ def test_a_late_rank_raises_the_same_mismatch_though_the_others_have_read_its_he
     texts = [text.strip() for text in outcomes(differ, 3, group_timeout=20)]
     assert len({text.rsplit("Mismatch: ")[-1] for text in texts}) == 1, texts
     assert "rank 1: all_reduce(ring, sum) of 99999 elements" in texts[0]
+
+
+def test_a_hang_is_drawn_as_the_cycle_of_ranks_that_send_first():
+    def work(cluster) -> None:
+        got = irecv(torch.zeros(1), (cluster.rank - 1) % 3)
+        isend(torch.zeros(1), (cluster.rank + 1) % 3).wait()
+        got.wait()
+        send(torch.zeros(10), (cluster.rank + 1) % 3)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(work, 3, timeout=1)
+    links = " -> ".join(f"rank {rank} waits to send 40 bytes to rank {(rank + 1) % 3}" for rank in range(3))
+    assert str(error.value).splitlines()[-1].strip().endswith(links)
