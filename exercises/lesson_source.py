@@ -145,29 +145,30 @@ def _fields(node: ast.ClassDef) -> str:
 
 
 def imports(exercise: Exercise, nodes: Iterable[ast.AST], own: Iterable[str]) -> str:
-    """Return the imports that parts of a lesson need, sorted as ruff sorts them, without `own` names."""
+    """Return the imports that parts of a lesson need, without those of `own` names."""
     tree = tree_of(exercise.lesson)
     parts = (node for part in nodes for node in ast.walk(part))
     used = {node.id for node in parts if isinstance(node, ast.Name)} - set(own)
-    plain: dict[str, str] = {}
+    plain: set[str] = set()
     chosen: dict[str, list[str]] = {}
     for node in tree.body:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if (alias.asname or alias.name.partition(".")[0]) in used:
-                    plain[alias.name] = f"import {_written(alias)}"
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                if (alias.asname or alias.name) in used:
-                    chosen.setdefault(node.module, []).append(_written(alias))
-    if defined := sorted(used & _defined(tree), key=_isort_key):
-        chosen[exercise.module] = defined
-    sections: list[list[str]] = [[], [], []]
-    for module, line in sorted(plain.items()):
-        sections[_section(module)].append(line)
-    for module, names in sorted(chosen.items()):
-        sections[_section(module)].append(_from(module, names))
-    return "\n\n".join("\n".join(section) for section in sections if section)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            needed = [one for one in node.names if (one.asname or one.name.partition(".")[0]) in used]
+            if module is None:
+                plain |= {f"import {_written(alias)}" for alias in needed}
+            elif needed:
+                chosen.setdefault(module, []).extend(map(_written, needed))
+    if defined := used & _defined(tree):
+        chosen[exercise.module] = [*defined]
+    lines = sorted(plain) + [_from(module, sorted(names)) for module, names in sorted(chosen.items())]
+    return "\n".join(sorted(lines, key=_is_ours_or_a_librarys))
+
+
+def _is_ours_or_a_librarys(line: str) -> tuple[bool, bool]:
+    """Order imports: Python's own first, then libraries, then the lessons."""
+    package = line.split()[1].partition(".")[0]
+    return package in LESSON_PACKAGES, package not in sys.stdlib_module_names
 
 
 def _written(alias: ast.alias) -> str:
@@ -184,17 +185,6 @@ def _defined(tree: ast.Module) -> set[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names - set(dir(builtins))
-
-
-def _isort_key(name: str) -> tuple[int, str]:
-    """Order names as ruff does: constants, then classes, then all others."""
-    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2
-    return kind, name.lower()
-
-
-def _section(module: str) -> int:
-    package = module.partition(".")[0]
-    return 0 if package in sys.stdlib_module_names else 2 if package in LESSON_PACKAGES else 1
 
 
 def _from(module: str, names: list[str]) -> str:
