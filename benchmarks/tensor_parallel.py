@@ -61,7 +61,7 @@ def step_of(cluster: Cluster, side: str, mode: str) -> Step:
 def alternate(cluster: Cluster, runs: int) -> list[Seconds]:
     """Return the seconds of each step on this rank for each link. Keys are "ours MODE" and "dtensor MODE"."""
     steps = {f"{side} {mode}": step_of(cluster, side, mode) for side in ("ours", "dtensor") for mode in MODES}
-    seconds = [side_by_side.alternate(steps, runs)]
+    seconds = [side_by_side.alternate(steps, runs, warmup=1)]
     with train_dtensor.by_comm():
         return [*seconds, side_by_side.alternate(steps, runs, LINKS[1], warmup=0)]
 
