@@ -127,7 +127,7 @@ def metronome(cluster: Cluster, link: str, tick: float, runs: int) -> tuple[list
 
 def spans_of(step: Step, link: str) -> list[Event]:
     """Return the spans of computing and communication of a step."""
-    with slow_link.slowed(None if link == "loopback" else slow_link.parse(link)):
+    with slow_link.slowed(slow_link.parse(link)):
         collectives.barrier()
         timeline.start_recording()
         step()
@@ -172,15 +172,13 @@ def against_bucket_size(cluster: Cluster, link: str) -> tuple[Seconds, dict[str,
     """Return the seconds of each step for each bucket size, and of the step that the formula predicts."""
     variants = {str(cap): training(f"bucket_overlap {cap}") for cap in PLOT_CAPS}
     seconds = side_by_side.alternate(variants, 5, link)
-    wire = functools.partial(
-        cost.seconds, "all_reduce", "ring", ranks=cluster.world_size, link=slow_link.parse(link)
-    )
-    # On loopback, where a rank waits least, the spans tell when a bucket is ready, and how large it is.
-    recorded = {cap: [spans_of(step, "loopback") for _ in range(5)] for cap, step in variants.items()}
-    predicted = {
-        cap: median_step_seconds(steps, lambda num_bytes: wire(num_bytes=num_bytes)) or 0.0
-        for cap, steps in recorded.items()
-    }
+    slow, ranks = slow_link.parse(link), cluster.world_size
+    wire = functools.partial(cost.seconds, "all_reduce", "ring", ranks=ranks, link=slow)
+    predicted = {}
+    for cap, step in variants.items():
+        # The spans tell how much is computed until a bucket is ready, and how large it is.
+        recorded = [spans_of(step, link) for _ in range(3)]
+        predicted[cap] = median_step_seconds(recorded, wire) or 0.0
     return seconds, predicted
 
 
