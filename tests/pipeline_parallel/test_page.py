@@ -109,22 +109,6 @@ def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, pa
     agree_with_the_simulator(browser, 2, 8, 0.25)
 
 
-def test_a_cell_says_what_it_is_and_what_it_waits_for(browser, page):
-    words = "document.getElementById('words').innerText"
-    browser.open(page, "show=1f1b")
-    browser.mouse("Moved", *browser.middle('[data-action="1F0"] rect'))
-    said = browser.js(words)
-    assert "forward of microbatch 0 in stage 1, on rank 1" in said and "needs 0F0 from rank 0" in said
-    assert "idle for 1 until the result of 0F0" in said
-    browser.mouse("Moved", 5, 5)
-    assert browser.js("document.getElementById('words').hidden")
-    browser.js("document.querySelector('#speed').focus()")
-    for key in ("Tab", "Tab", "ArrowDown", "ArrowRight"):  # the slider, the first cell, rank 1, its next
-        browser.key(key)
-    assert "1F1: forward of microbatch 1" in browser.js(words)
-    assert "needs 0F1" in browser.js("document.activeElement.getAttribute('aria-label')")
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -178,7 +178,7 @@ def test_a_parameter_may_have_fewer_numbers_than_there_are_ranks():
     run_ranks(work, 4)
 
 
-def test_stage_3_takes_any_choice_of_blocks_lists_in_lists_and_no_blocks():
+def test_stage_3_takes_lists_in_lists_and_no_blocks():
     class Nested(nn.Module):
         """A list of lists: the inner ones have no forward."""
 
@@ -200,16 +200,6 @@ def test_stage_3_takes_any_choice_of_blocks_lists_in_lists_and_no_blocks():
     def work(cluster: Cluster) -> None:
         for make in (Nested, a_layer):
             compare_with_one_process(cluster, "zero3", "sgd", make, odd_loss, examples(2))
-        reference = deep_gpt(0)
-        text_loss(reference, *text()).backward()
-        for choose in (lambda gpt: [gpt], lambda gpt: [gpt.blocks[0].mlp, gpt.blocks[1]]):
-            module = deep_gpt(0)
-            ours = Sharded("zero3", module, "sgd", blocks=choose(module))
-            ours.accumulate(text_loss, mine(cluster, text()), 2)
-            for name, gradient in ours.gradients().items():
-                torch.testing.assert_close(
-                    gradient, reference.get_parameter(name).grad, rtol=1e-9, atol=1e-12
-                )
 
     run_ranks(work, 2, timeout=60)
 
@@ -288,17 +278,12 @@ def test_parameters_may_be_in_groups_with_their_own_options():
     def work(cluster: Cluster) -> None:
         reference = deep_gpt(0)
         trained(reference, torch.optim.AdamW(groups(reference), **options), None, text())
-        sharded = FullyShardedDataParallel(deep_gpt(0))
-        trained(sharded, torch.optim.AdamW(groups(sharded), **options), sharded, mine(cluster, text()))
-        states = [sharded.full_state_dict()]
         for wrap in (ZeroOptimizer, ZeroGradientOptimizer):
             model = deep_gpt(0)
             optimizer = wrap(groups(model), torch.optim.AdamW, **options)
             trained(model, optimizer, optimizer, mine(cluster, text()))
-            states.append(model.state_dict())
-        for state in states:
             for name, tensor in reference.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
+                torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-8, atol=1e-9, msg=name)
 
     run_ranks(work, 2)
 

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lab.launch.errors import WorkbookError
-from lab.models.model import MLP
-from lab.trace.memory import MemoryReport
-from zero.memory import Held, Share, formula, of_one_process, owned, shares_of
+from zero.memory import Held, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
 
@@ -59,24 +57,3 @@ def shards_of(layouts: list[FlatLayout]) -> list[ParameterShard]:
     return [
         shard for layout, flat in zip(layouts, empty, strict=True) for shard in layout.parameter_shards(flat)
     ]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_report_has_what_a_rank_holds_and_shows_a_gradient_that_should_be_freed(stage: int):
-    model = MLP([10, 20, 30])
-    optimizer = torch.optim.AdamW(model.parameters())
-    shares = [Share(p.numel(), p.numel() // 2) for p in model.parameters()]
-    report = MemoryReport(model, optimizer, owned(stage, shares, 2))
-    for examples in (3, 5):
-        with report.forward():
-            outputs = model(torch.zeros(examples, 10))
-    outputs.sum().backward()
-    optimizer.step()
-    fields = report.fields()
-    numbers = 10 * 20 + 20 + 20 * 30 + 30
-    assert fields["parameters_bytes"] == fields["formula_parameters_bytes"] == 4 * numbers
-    assert fields["gradients_bytes"] == 4 * numbers  # of which stage 2 frees a half
-    assert fields["formula_gradients_bytes"] == 4 * numbers // (2 if stage == 2 else 1)
-    assert fields["optimizer_state_bytes"] == 8 * numbers
-    assert fields["padding_bytes"] == (0 if stage == 0 else (2 + 4) * numbers)
-    assert fields["activations_bytes"] == 4 * (10 + 20) * 3  # of the first forward
