@@ -32,7 +32,7 @@ OTHERS = (
     "hybrid_elastic_mesh",
 )  # have tests of their own
 TRAINED = [mode for mode in SCRIPTS if mode not in OTHERS]
-OPTIONS |= {mode: ("--microbatches", "4") for mode in TRAINED if mode.startswith("pipeline")}
+OPTIONS |= {mode: ("--microbatches", "4", "--layers", "6") for mode in TRAINED if "pipeline" in mode}
 RESUMED = [mode for mode in TRAINED if offers(mode, "checkpoint")]
 FAMILIES = ("data_parallel", "zero", "fsdp", "tensor", "sequence")  # they train the same model
 SIZES = (1, 2, 4)

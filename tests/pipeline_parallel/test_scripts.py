@@ -23,7 +23,7 @@ from training.run import Run
 
 forked.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
 
-SHORT = ("--steps", "3", "--batch-size", "4", "--microbatches", "4", "--size", "tiny", "--seed", "1")
+SHORT = ("--steps", "2", "--batch-size", "4", "--microbatches", "4", "--layers", "4", "--size", "tiny")
 MODES = {
     "naive": ("pipeline_model_parallel",),
     "gpipe": ("pipeline_afab",),
@@ -114,7 +114,7 @@ def test_stages_are_balanced_on_request_and_arguments_that_make_no_sense_are_ref
             ("1f1b", "--microbatches", "3", "--microbatches 3 must divide --batch-size 4"),
             ("1f1b", "--microbatches", "0", "--microbatches 0: there must be at least 1"),
             ("interleaved", "--chunks", "10000000000", "--chunks 10000000000: .* at most 4096"),
-            ("interleaved", "--chunks", "10", "18 parts cannot be cut into 20 stages: take fewer ranks"),
+            ("interleaved", "--chunks", "10", "6 parts cannot be cut into 20 stages: take fewer ranks"),
             ("gpipe", "--model", "baby_cnn", "--metronome", "20ms", "--metronome works with the GPT only"),
             ("gpipe", "--metronome", "soon", "--metronome soon: 'soon' is not a time"),
         ):
