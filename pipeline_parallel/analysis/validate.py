@@ -103,20 +103,15 @@ def _places(table: Table) -> dict[Action, _Place]:
 
 
 def _check_stages(table: Table) -> None:
-    cells: defaultdict[int, defaultdict[int, list[_Place]]] = defaultdict(lambda: defaultdict(list))
+    homes: dict[int, int] = {}  # the rank of each stage
     for rank, row in enumerate(table):
-        for i, action in enumerate(row):
-            cells[action.stage][rank].append((rank, i))
-    for stage in range(max(cells, default=0) + 1):
-        if stage not in cells:
+        for i, (_, _, stage) in enumerate(row):
+            if homes.setdefault(stage, rank) != rank:
+                both = f"rank {homes[stage]} and on rank {rank}"
+                raise _error(f"Stage {stage} is on {both}, and has weights on one.", table, [(rank, i)])
+    for stage in range(max(homes, default=0) + 1):
+        if stage not in homes:
             raise _error(f"No rank has stage {stage}.", table)
-        home, *others = sorted(cells[stage], key=lambda rank: -len(cells[stage][rank]))
-        if others:
-            raise _error(
-                f"Stage {stage} is on rank {home} and on rank {others[0]}, but has its weights on one only.",
-                table,
-                [place for rank in others for place in cells[stage][rank]],
-            )
 
 
 def _check_complete(table: Table, places: dict[Action, _Place]) -> None:

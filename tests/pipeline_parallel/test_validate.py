@@ -62,10 +62,10 @@ def test_a_broken_row_is_named_and_marked(row: str, sentence: str):
 
 
 def test_a_stage_on_two_ranks_is_marked_where_it_does_not_belong():
-    assert said_of(written("F0 F1 1F0 B0 B1", "F1 B0 B1")) == [
-        "Stage 1 is on rank 1 and on rank 0, but has its weights on one only.",
-        "rank 0   0F0  0F1 [1F0] 0B0  0B1",
-        "rank 1   1F1  1B0  1B1",
+    assert said_of(written("F0 F1 B0", "F0 F1 0B1 B0 B1")) == [
+        "Stage 0 is on rank 0 and on rank 1, and has weights on one.",
+        "rank 0   0F0  0F1  0B0",
+        "rank 1   1F0  1F1 [0B1] 1B0  1B1",
     ]
 
 
