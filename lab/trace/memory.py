@@ -17,8 +17,8 @@ has freed has a size of 0.
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -88,85 +88,67 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
         return []
 
 
-@dataclass
 class Saved:
-    """Hold the number of bytes that autograd has saved for the backward so far."""
+    """Hold the bytes that autograd has saved for the backward: all of them, and the most at a time."""
 
-    bytes: int = 0
-    _seen: set[StorageWeakRef] = field(default_factory=set, repr=False)
-
-
-@contextmanager
-def saved_activations(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Saved]:
-    """Count the bytes of distinct storages that autograd saves in the block, without those of parameters.
-
-    `parameters`, usually `model.parameters`, is called for each saved tensor, because a sharded model has
-    other parameters while they are gathered. Put only the forward into the block. With torch.utils.checkpoint
-    the inputs that are kept count, and the tensors that the recomputation saves do not.
-    """
-    saved = Saved()
-
-    def pack(tensor: Tensor) -> Tensor:
-        known = {StorageWeakRef(storage) for p in parameters() for storage in _storages(p)}
-        for storage in _storages(tensor):
-            # An address may be used again when a storage is freed. A weak reference is not.
-            reference = StorageWeakRef(storage)
-            if reference not in known and reference not in saved._seen:
-                saved._seen.add(reference)
-                saved.bytes += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
-
-
-class Held:
-    """Counts the bytes of activations that are alive: the storages of all tensors that `note` got."""
-
-    def __init__(self, ignored: Iterable[Tensor]) -> None:
-        self.peak_bytes = 0
-        self._ignored = {StorageWeakRef(storage) for tensor in ignored for storage in _storages(tensor)}
+    def __init__(self, ignored: Callable[[], Iterable[Tensor]]) -> None:
+        self.bytes = self.peak_bytes = 0
+        self._ignored = ignored
         self._alive: dict[StorageWeakRef, int] = {}
 
     def note(self, tensor: Tensor) -> None:
         """Count a tensor as long as anything else keeps its memory: a weak reference does not."""
+        ignored = {StorageWeakRef(storage) for each in self._ignored() for storage in _storages(each)}
         for storage in _storages(tensor):
+            # An address may be used again when a storage is freed. A weak reference is not.
             reference = StorageWeakRef(storage)
-            if reference not in self._ignored and reference not in self._alive:
+            if reference not in ignored and reference not in self._alive:
                 self._alive = {each: size for each, size in self._alive.items() if not each.expired()}
                 self._alive[reference] = storage.nbytes()
+                self.bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
 
 
-_held: Held | None = None
+_watching: Saved | None = None
 
 
 @contextmanager
-def held_activations(ignored: Iterable[Tensor]) -> Iterator[Held]:
-    """Count the most bytes that a training step in the block holds for its backwards at a time.
+def saved_activations(ignored: Callable[[], Iterable[Tensor]]) -> Iterator[Saved]:
+    """Count the `bytes` of distinct storages that autograd saves in the block, without those of parameters.
 
-    `ignored` are parameters and batches, which are saved for the backward too. What a recomputation saves
-    comes and goes within one backward, and is not counted.
+    `ignored`, usually `model.parameters`, is called for each saved tensor, because a sharded model has other
+    parameters while they are gathered. Put only the forward into the block. With torch.utils.checkpoint the
+    inputs that are kept count, and the tensors that the recomputation saves do not.
     """
-    global _held
-    held = _held = Held(ignored)
+    global _watching
+    saved = _watching = Saved(ignored)
 
     def pack(tensor: Tensor) -> Tensor:
-        held.note(tensor)
+        saved.note(tensor)
         return tensor.detach()  # an output that its own node saved would keep itself alive
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield held
+            yield saved
     finally:
-        _held = None
+        _watching = None
+
+
+def held_activations(ignored: Iterable[Tensor]) -> AbstractContextManager[Saved]:
+    """Count the `peak_bytes` that a training step in the block holds for its backwards at a time.
+
+    `ignored` are parameters and batches, which are saved for the backward too. What a recomputation saves
+    comes and goes within one backward, and is not counted.
+    """
+    tensors = list(ignored)
+    return saved_activations(lambda: tensors)
 
 
 def note_held(*tensors: Tensor) -> None:
     """Count tensors that are kept for a later computation without autograd's help."""
-    if _held is not None:
+    if _watching is not None:
         for tensor in tensors:
-            _held.note(tensor)
+            _watching.note(tensor)
 
 
 class Observed:
