@@ -35,7 +35,6 @@ from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.planner.table import describe
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.launch.allocator import keep_freed_memory
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from lab.ranks import run_ranks
 from lab.trace import meter
@@ -68,7 +67,6 @@ def train(
     meter.reset_peak_memory(cluster.device)
     step()
     peak = meter.peak_memory(cluster.device) or 0
-    keep_freed_memory()
     step()
     with slow_link.slowed(link):
         return [timed(step) for _ in range(steps)], peak - base

@@ -44,7 +44,6 @@ from comm.membership.settings import (
 )
 from comm.membership.store import WatchedStore, meeting_store
 from lab.cluster import Cluster
-from lab.launch.allocator import keep_freed_memory
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK, own_interface
 from lab.launch.launcher import end_with_launcher, restart_count
@@ -64,7 +63,6 @@ def join() -> Cluster:
     liveness.forget()
     rank, world_size = rank_and_world_size()
     master()
-    keep_freed_memory()
     end_with_launcher(rank)
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from lab import replace
 from lab.cluster import Cluster
-from lab.launch.allocator import keep_freed_memory
 from lab.launch.devices import device_of
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK
@@ -55,7 +54,6 @@ def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> N
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
-    keep_freed_memory()
     _serve_the_parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
