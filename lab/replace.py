@@ -6,8 +6,8 @@ is written to every module that binds the original, not only to the one that def
 """
 
 import contextlib
-import importlib
 import os
+import pkgutil
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -62,22 +62,14 @@ def apply(replacements: dict[str, Any]) -> Iterator[None]:
 
 
 def _locate(path: str) -> tuple[Any, str]:
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            owner: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError as error:
-            if error.name is None or not path.startswith(error.name):
-                raise
-            continue
-        try:
-            for part in parts[cut:-1]:
-                owner = getattr(owner, part)
-            owner.__dict__[parts[-1]]
-        except (AttributeError, KeyError):
-            break
-        return owner, parts[-1]
-    raise LookupError(f"Nothing to replace at {path}: no function or class has that name.")
+    """Return the module or class that has the object at `path`, and the object's name in it."""
+    owner_path, _, name = path.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(owner_path)
+        owner.__dict__[name]
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise LookupError(f"Nothing to replace at {path}: no function or class has that name.") from error
+    return owner, name
 
 
 def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
