@@ -19,6 +19,7 @@ A group has two sets of streams, because collectives and point-to-point messages
                       else, while it travels: then a thread of the streams moves it
 """
 
+import atexit
 import json
 import os
 import select
@@ -47,7 +48,18 @@ _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small
 _SLICE_SECONDS = 1e-3  # if another program takes the core for so long, do not spin for a while ...
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # ... and for twice as long if that happens again
 _NAP = 2e-3  # of the thread that moves messages while no other does, and of ranks that have not met yet
+_HELPER = "messages"  # the name of that thread
 _FRAME = struct.Struct("=q")
+_is_ending = threading.Event()
+
+
+@atexit.register
+def _end_helpers() -> None:
+    """Stop the threads before the interpreter ends: one that is inside torch then would abort the process."""
+    _is_ending.set()
+    for thread in threading.enumerate():
+        if thread.name == _HELPER:
+            thread.join(5)
 
 
 class Frame:
@@ -202,13 +214,12 @@ class Streams:
         with self._lock:
             self._tell(self._move())
             if self._helper is None and any(peer.is_busy for peer in self._all):
-                self._helper = threading.Thread(target=self.in_background, name="messages", daemon=True)
+                self._helper = threading.Thread(target=self.in_background, name=_HELPER, daemon=True)
                 self._helper.start()
 
     def in_background(self) -> None:
         """Move messages every few milliseconds until all are done, unless another thread does."""
-        while True:
-            time.sleep(_NAP)
+        while not _is_ending.wait(_NAP):
             with self._lock:
                 if not any(peer.is_busy and not peer.has_left for peer in self._all):
                     self._helper = None
