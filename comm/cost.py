@@ -148,8 +148,7 @@ def traffic(
             times = 1 if rank >= power else _log2_up(power) + (rank + power < ranks)
             return Traffic(times * numel * itemsize, times * _num_segments(numel, itemsize))
         case "all_reduce", "hierarchical":
-            within, between = by_reach(pattern, numel, itemsize, hosts or [0] * ranks, rank)
-            return within + between
+            return _hierarchical(numel, itemsize, hosts or [0] * ranks, rank)
         case "all_reduce", "halving_doubling":
             return _halving_doubling(numel, itemsize, ranks, rank)
     raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
@@ -175,30 +174,6 @@ def expected_traffic(
     chosen = pattern_for(op, pattern, numel * itemsize, group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     return per_rank(op, chosen, numel, itemsize, ranks, rank, root, known_hosts(group))
-
-
-def by_reach(pattern: str, numel: int, itemsize: int, hosts: Hosts, rank: int) -> tuple[Traffic, Traffic]:
-    """Return what `rank` sends in an all-reduce to ranks of its own host, and what to those of other hosts.
-
-    The pattern is "hierarchical" or one of the rings.
-    """
-    n, by_host = len(hosts), ranks_by_host(hosts)
-    if pattern != "hierarchical":
-        sent = traffic("all_reduce", pattern, numel, itemsize, n, rank)
-        return (sent, Traffic()) if hosts[rank] == hosts[(rank + 1) % n] else (Traffic(), sent)
-    host = next(number for number, ranks in enumerate(by_host) if rank in ranks)
-    h, m, local = len(by_host), len(by_host[host]), by_host[host].index(rank)
-    if len({len(ranks) for ranks in by_host}) > 1:
-        steps = [traffic(step, "tree", numel, itemsize, m, local) for step in ("reduce", "broadcast")]
-        between = traffic("all_reduce", "pipelined_ring", numel if local == 0 else 0, itemsize, h, host)
-        return sum(steps, Traffic()), between
-    within = between = Traffic()
-    per_block = max(1, n * SEGMENT_BYTES // 2 // itemsize)
-    for start in range(0, numel, per_block):
-        block = min(per_block, numel - start)
-        within += traffic("all_reduce", "ring", block, itemsize, m, local)
-        between += traffic("all_reduce", "ring", shard_sizes(block, m)[local], itemsize, h, host)
-    return within, between
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -307,6 +282,20 @@ def _halving_doubling(numel: int, itemsize: int, ranks: int, rank: int) -> Traff
         have, bit = kept, bit // 2
     swaps = Traffic(sum(sent) * itemsize, sum(size > 0 for size in sent))
     return swaps + fold if rank + power < ranks else swaps
+
+
+def _hierarchical(numel: int, itemsize: int, hosts: Hosts, rank: int) -> Traffic:
+    by_host = ranks_by_host(hosts)
+    host = next(number for number, ranks in enumerate(by_host) if rank in ranks)
+    h, m, local = len(by_host), len(by_host[host]), by_host[host].index(rank)
+    sent, per_block = Traffic(), max(1, len(hosts) * SEGMENT_BYTES // 2 // itemsize)
+    for start in range(0, numel, per_block):
+        block = min(per_block, numel - start)
+        sent += traffic("all_reduce", "ring", block, itemsize, m, local)  # within the host
+        sent += traffic(
+            "all_reduce", "ring", shard_sizes(block, m)[local], itemsize, h, host
+        )  # between hosts
+    return sent
 
 
 def _num_segments(numel: int, itemsize: int) -> int:

@@ -22,8 +22,7 @@ byte on the link of a host, which its ranks share, they take
 A large tensor is cut into blocks. While one block is in step 2, others are in steps 1 and 3, so the network
 does not wait for the memory: the second term alone is nearly the whole time.
 
-Where hosts have different numbers of ranks, their shards do not match. Then each host reduces to its lowest
-rank, its leader; the leaders form a ring; and each leader broadcasts the result to its host (tree.py).
+Where hosts have different numbers of ranks, their shards do not match, and the pattern is refused.
 
 Every host ends step 2 with the same bits, so all ranks end bitwise equal.
 
@@ -37,21 +36,18 @@ from typing import Any, cast
 
 import torch
 
-from comm.algorithms import pipelined_ring, tree
 from comm.algorithms.reduction import combine, divide_if_mean
+from comm.errors import Mismatch
 from comm.shards import SEGMENT_BYTES, segments_of, shards_of
 from comm.wire.hosts import hosts_of
-from comm.wire.segment_receiver import AHEAD
 from comm.wire.wire import Transfer, Wire
 
 
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     """Replace every rank's `tensor` by the reduction of all. `hosts_of` says which ranks share a host."""
     by_host = ranks_by_host(hosts_of(wire))
+    validate_hosts(by_host, wire)
     own_host = among(wire, next(ranks for ranks in by_host if wire.rank in ranks))
-    if len({len(ranks) for ranks in by_host}) > 1:
-        _all_reduce_by_leaders(wire, by_host, own_host, tensor, op)
-        return
     owners = among(wire, [ranks[own_host.rank] for ranks in by_host])
     blocks = [_steps(own_host, owners, block, op) for block in blocks_of(tensor, wire.size)]
     under_way: list[Iterator[None]] = []
@@ -110,16 +106,15 @@ def _wait_all(transfers: list[Transfer]) -> None:
         transfer.wait()
 
 
-def _all_reduce_by_leaders(
-    wire: Wire, by_host: list[list[int]], own_host: Wire, tensor: torch.Tensor, op: str
-) -> None:
-    """Reduce to the leader of each host, all-reduce among the leaders, and broadcast on each host."""
-    combined = "sum" if op == "mean" else op
-    tree.reduce(own_host, tensor, combined, root=0)
-    if own_host.rank == 0:
-        pipelined_ring.all_reduce(among(wire, [ranks[0] for ranks in by_host]), tensor, combined)
-        divide_if_mean(op, tensor, wire.size)
-    tree.broadcast(own_host, tensor, root=0)
+def validate_hosts(by_host: list[list[int]], wire: Wire) -> None:
+    """Raise Mismatch, on all ranks, unless all hosts have equally many ranks."""
+    if len({len(ranks) for ranks in by_host}) > 1:
+        wire.finish_handshake()
+        numbers = ", ".join(str(len(ranks)) for ranks in by_host)
+        raise Mismatch(
+            f"all_reduce: the hosts have {numbers} ranks, and the pattern hierarchical needs equally many on "
+            "each; take ring."
+        )
 
 
 def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
@@ -138,7 +133,6 @@ class _SomeRanks:
     def __init__(self, wire: Wire, members: Sequence[int]) -> None:
         self._wire, self._members = wire, members
         self.rank, self.size = members.index(wire.rank), len(members)
-        self.receives_ahead = getattr(wire, "receives_ahead", AHEAD)
 
     def isend(self, tensor: torch.Tensor, dst: int) -> Any:
         return self._wire.isend(tensor, self._members[dst])
