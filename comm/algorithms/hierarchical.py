@@ -49,17 +49,13 @@ def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     validate_hosts(by_host, wire)
     own_host = among(wire, next(ranks for ranks in by_host if wire.rank in ranks))
     owners = among(wire, [ranks[own_host.rank] for ranks in by_host])
-    blocks = [_steps(own_host, owners, block, op) for block in blocks_of(tensor, wire.size)]
+    blocks = segments_of(tensor, wire.size * SEGMENT_BYTES // 2)  # they follow one another through the steps
+    waiting = [_steps(own_host, owners, block, op) for block in blocks]
     under_way: list[Iterator[None]] = []
-    while blocks or under_way:
-        under_way += blocks[:1]  # in each round another block starts, and all others go one step on
-        del blocks[:1]
+    while waiting or under_way:
+        under_way += waiting[:1]  # in each round another block starts, and all others go one step on
+        del waiting[:1]
         under_way = [block for block in under_way if next(block, "done") is None]
-
-
-def blocks_of(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Return the parts of a flat tensor that follow one another through the steps, as views."""
-    return segments_of(tensor, ranks * SEGMENT_BYTES // 2)
 
 
 def _steps(own_host: Wire, owners: Wire, block: torch.Tensor, op: str) -> Iterator[None]:
