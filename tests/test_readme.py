@@ -1,11 +1,11 @@
-"""The READMEs list every RUN_MODE, every notebook and every exercise."""
+"""The pages list every RUN_MODE, every notebook and every exercise, and name what exists."""
 
 import re
 
 import pytest
 
 from exercises.catalog import EXERCISES
-from tests.run_modes import MODES, ROOT
+from tests.run_modes import MODES, ROOT, SCRIPTS
 
 TOP = (ROOT / "README.md").read_text()
 LESSONS = sorted({script.partition("/")[0] for _, script, _ in MODES} - {"comm"})
@@ -48,3 +48,19 @@ def test_the_map_counts_the_exercises_of_each_lesson():
 def test_the_story_of_a_folder_names_each_of_its_exercises(folder: str):
     named = set(re.findall(r"`(\w+)`", (ROOT / folder / "README.md").read_text()))
     assert {exercise.name for exercise in EXERCISES if exercise.file.parts[0] == folder} <= named
+
+
+def test_the_changelog_names_every_lesson():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert not {mode for mode in SCRIPTS if f"`{mode}`" not in changelog}
+
+
+def test_how_to_add_a_lesson_has_ten_steps_and_names_what_exists():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [str(n) for n in range(1, 11)]
+    targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"`make ([a-z ]+)`", page)
+    assert commands and {word for command in commands for word in command.split()} <= set(targets)
+    paths = [name for name in re.findall(r"`([\w./]+)`", page) if name.endswith(("/", ".sh"))]
+    assert paths and all((ROOT / path).exists() for path in paths)
+    assert {script.partition("/")[0] + "/" for script in SCRIPTS.values()} <= set(paths)

@@ -490,8 +490,8 @@ class Found:
 def write(final: Path, token: str, boxes: Iterable[Box], extra: Any, group: Group) -> None:
     """Write the boxes of all ranks as the checkpoint `final`; all ranks call it with the same `token`.
 
-    Rank 0's `extra` counts. `group` is one of gloo; None: this process writes alone. Raise
-    WorkbookError on all ranks if one has failed; the checkpoint is then not there.
+    Rank 0's `extra` counts. `group` is one of gloo; None: this process writes alone. Raise WorkbookError on
+    all ranks if one has failed; the checkpoint is then not there.
     """
     writer = Writer(final, final.with_name(f"{final.name}.tmp-{token}"), extra)
     how = {"storage_writer": writer, "planner": SavePlanner(boxes), "no_dist": group is None}
@@ -585,21 +585,21 @@ def _damaged(path: Path, where: str = "") -> WorkbookError:
 
 
 def fill(found: Found, wanted: Iterable[Shard], group: Group = None) -> None:
-    """Fill the tensors of the shards from a checkpoint that has their names. Raise WorkbookError on all ranks
-    if a byte has changed that one of them reads, with its file and tensor.
+    """Fill the tensors of the shards from a checkpoint that has their names.
 
-    All ranks of `group`, which is one of gloo, call it. None: this process reads alone.
+    All ranks of `group`, which is one of gloo, call it. None: this process reads alone. Raise WorkbookError
+    on all ranks, with the file and the tensor, if a byte that one of them reads has changed.
     """
-    into = [(shard.tensor.detach(), shard) for shard in wanted if shard.name in found.tensors]
-    dense = [tensor.contiguous() for tensor, _ in into]  # the tensor itself, or a copy
-    pairs = list(zip(into, dense, strict=True))
-    boxes = [box for (_, shard), values in pairs for box in shard.boxes(values.view(-1))]
+    shards = [shard for shard in wanted if shard.name in found.tensors]
+    dense = [shard.tensor.detach().contiguous() for shard in shards]  # views of the tensors, or copies
+    pairs = list(zip(shards, dense, strict=True))
+    boxes = [box for shard, values in pairs for box in shard.boxes(values.view(-1))]
     how = {"storage_reader": _Reader(found), "planner": _LoadPlanner(boxes), "no_dist": group is None}
     with in_a_sentence(f"load the checkpoint {found.folder}"):
         dcp.load({}, process_group=group, **how)
-    for (tensor, _), values in pairs:
-        if values is not tensor:
-            tensor.copy_(values)
+    for shard, values in pairs:
+        if not shard.tensor.is_contiguous():
+            shard.tensor.detach().copy_(values)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -611,9 +611,10 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
     def create_local_plan(self) -> planner.LoadPlan:
         saved: dict[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
-        names = [(index.fqn, box.chunk) for index, box in self._boxes.items()]
-        reads = [create_read_items_for_chunk_list(name, saved[name], [chunk]) for name, chunk in names]
-        return planner.LoadPlan([item for items in reads for item in items])
+        items: list[planner.ReadItem] = []
+        for index, box in self._boxes.items():
+            items += create_read_items_for_chunk_list(index.fqn, saved[index.fqn], [box.chunk])
+        return planner.LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._boxes[index].view
@@ -645,7 +646,6 @@ def in_a_sentence(what: str) -> Iterator[None]:
             yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        own = isinstance(cause, WorkbookError)
-        raise WorkbookError(
-            str(cause) if own else f"cannot {what}: on rank {rank}, {reason(cause)}"
-        ) from error
+        if isinstance(cause, WorkbookError):
+            raise cause from error
+        raise WorkbookError(f"cannot {what}: on rank {rank}, {reason(cause)}") from error

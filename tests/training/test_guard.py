@@ -88,25 +88,6 @@ def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
         F.embedding(torch.tensor([1]), table.weight, sparse=True).sum().backward()
 
 
-def test_a_backward_that_returns_none_leaves_no_gradient() -> None:
-    class Skip(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-            return dy, None
-
-    layers = model()
-    guard = watched(layers)
-    for _ in range(2):
-        Skip.apply(layers[0](torch.ones(1, 3)), layers[1].weight).sum().backward()
-        layers.zero_grad()
-        guard.synchronised()
-    assert layers[1].weight.grad is None
-
-
 class NormalisedSgd(torch.optim.SGD):
     """Divide each gradient by its norm, which a shard does not know."""
 
