@@ -449,9 +449,12 @@ def complete_steps(directory: Path) -> list[int]:
 def keep_newest(directory: Path, number: int) -> None:
     """Remove all complete checkpoints but the last `number`."""
     for step in complete_steps(directory)[:-number]:
-        folder = folder_of(directory, step)
-        folder.rename(folder.with_name(f"{folder.name}.tmp-old"))  # removed in part it must not look complete
+        _put_aside(folder_of(directory, step))  # removed in part, it must not look complete
     remove_leftovers(directory)
+
+
+def _put_aside(folder: Path) -> None:
+    folder.rename(folder.with_name(f"{folder.name}.tmp-{os.urandom(4).hex()}"))
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -554,6 +557,8 @@ class Writer(dcp.FileSystemWriter):
             file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
             file.flush()
             os.fsync(file.fileno())
+        if self._final.exists():  # from a save that was abandoned when a rank died
+            _put_aside(self._final)
         self._folder.rename(self._final)
 
 

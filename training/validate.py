@@ -47,11 +47,13 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step; "
         f"take a multiple of {fits} for --batch-size, such as {-(-args.batch_size // fits) * fits}.",
     )
-    cap, clip, every = getattr(args, "bucket_mb", None), getattr(args, "clip", None), args.eval_every
-    is_cap = cap is None or 0 < cap < math.inf
-    refuse_if(not is_cap, f"--bucket-mb {cap}: a bucket's cap is a number of MiB above 0, such as 4.")
+    if (cap := getattr(args, "bucket_mb", None)) is not None:
+        is_cap = 0 < cap < math.inf
+        refuse_if(not is_cap, f"--bucket-mb {cap:g}: a bucket's cap is a number of MiB above 0, such as 4.")
+    if (clip := getattr(args, "clip", None)) is not None:
+        refuse_if(not clip > 0, f"--clip {clip:g}: the largest norm is a number above 0.")
+    every = args.eval_every
     refuse_if(every < 0, f"--eval-every {every}: it is a number of steps, or 0 for the end only.")
-    refuse_if(clip is not None and not clip > 0, f"--clip {clip}: the largest norm is a number above 0.")
     refuse_if(
         args.transport != "auto" and dist.get_backend() == "nccl",
         f"--transport {args.transport}: nccl has its own; leave it out or take BACKEND=gloo.",
