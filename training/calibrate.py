@@ -15,7 +15,7 @@ from comm.wire.wire import Group
 from lab.trace.stream_clock import time_when_done
 
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
-TINY_SECONDS, LARGE_SECONDS = 0.5, 1.5  # for all runs of a size; one run may take longer
+SECONDS = 1.5  # for all runs of a size; one run may take longer
 
 
 def measure_all_reduce(
@@ -32,40 +32,30 @@ def measure_all_reduce(
         return Link(0.0, 0.0)
     pattern = collectives.pattern_for("all_reduce", pattern, LARGE_BYTES, group)
 
-    def median(num_bytes: int, runs: int) -> float:
+    def seconds(num_bytes: int) -> float:
         """Return the median of the slowest rank's seconds, so that all ranks decide the same."""
-        times = _seconds(num_bytes, pattern, group, runs, device)
-        return statistics.median(times[1:] or times)
+        tensor, times = torch.zeros(num_bytes // 4, device=device), torch.zeros(0, dtype=torch.float64)
+        while len(times) <= repeats and times.sum() < SECONDS:
+            with slow_link.slowed(None):
+                collectives.barrier(group)
+            start = time_when_done(device)
+            collectives.all_reduce(tensor, group=group, pattern=pattern)
+            slowest = torch.tensor(
+                [(time_when_done(device) - start) / 1e9], dtype=torch.float64, device=device
+            )
+            with slow_link.slowed(None):
+                collectives.all_reduce(slowest, op="max", group=group, pattern=pattern)
+            times = torch.cat([times, slowest.cpu()])
+        return statistics.median(times.tolist()[1:] or times.tolist())  # the first one warms up
 
-    def affordable(seconds: float, one: float) -> int:
-        return max(1, min(1 + repeats, int(seconds / one)))
-
-    once = median(TINY_BYTES, 2)
-    tiny = median(TINY_BYTES, affordable(TINY_SECONDS, once))
-    per_byte = max(median(PROBE_BYTES, 1) - tiny, 0.0) / PROBE_BYTES
+    tiny = seconds(TINY_BYTES)
+    per_byte = max(seconds(PROBE_BYTES) - tiny, 0.0) / PROBE_BYTES
     size = LARGE_BYTES
-    while size > PROBE_BYTES and tiny + per_byte * size > LARGE_SECONDS:
+    while size > PROBE_BYTES and tiny + per_byte * size > SECONDS:
         size //= 2
-    large = median(size, affordable(LARGE_SECONDS, tiny + per_byte * size))
+    large = seconds(size)
 
     model = cost.model_of("all_reduce", pattern)
     alphas = cost.seconds("all_reduce", model, 0, ranks, Link(1.0, 0.0))
     bytes_on_the_way = cost.seconds("all_reduce", model, size, ranks, Link(0.0, 1.0))
     return Link(tiny / alphas, max(large - tiny, 0.0) / bytes_on_the_way)
-
-
-def _seconds(
-    num_bytes: int, pattern: str, group: Group, runs: int, device: torch.device | None
-) -> list[float]:
-    """Return the slowest rank's time of each of several all-reduces."""
-    tensor, times = torch.zeros(num_bytes // 4, device=device), []
-    for _ in range(runs):
-        with slow_link.slowed(None):
-            collectives.barrier(group)
-        start = time_when_done(device)
-        collectives.all_reduce(tensor, group=group, pattern=pattern)
-        times.append((time_when_done(device) - start) / 1e9)
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
-    with slow_link.slowed(None):
-        collectives.all_reduce(slowest, op="max", group=group, pattern=pattern)
-    return slowest.tolist()
