@@ -15,6 +15,7 @@ import hashlib
 import re
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,8 +67,14 @@ class Bug(Exercise):
 
 @functools.cache
 def bugs() -> tuple[Bug, ...]:
-    """Return all exercises of this kind, in the order of the lessons, and in each the easiest first."""
-    made = [_bug(mutant) for mutant in all_mutants().values()]
+    """Return all exercises of this kind, in the order of the lessons, and in each the easiest first.
+
+    Where the user has changed the line of a lesson that a mutant changes, this mutant is left out.
+    """
+    made = []
+    for mutant in all_mutants().values():
+        with suppress(LookupError, SyntaxError):
+            made.append(_bug(mutant))
     place = {lesson: number for number, lesson in enumerate(ORDER)}
     return tuple(sorted(made, key=lambda b: (place[b.target.partition(".")[0]], b.difficulty, b.name)))
 
@@ -118,7 +125,7 @@ def _where(wrong: ast.FunctionDef, right: ast.FunctionDef) -> str:
 
 def implementation(mutant: Mutant) -> Callable[..., Any]:
     """Return the wrong function, as the file of its exercise defines it at first."""
-    [bug] = [one for one in bugs() if one.mutant == mutant.name]
+    bug = _bug(mutant)
     module = ModuleType(f"wrong_{mutant.name}")  # no importable one, so ranks get the function itself
     exec(compile(bug.own_file(), f"{bug.name}.py", "exec"), vars(module))
     return vars(module)[bug.function]

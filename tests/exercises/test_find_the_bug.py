@@ -1,11 +1,13 @@
 """Every mutant of a technique is an exercise, whose file has the mistake and does not tell it."""
 
 import ast
+import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from exercises import find_the_bug
 from exercises.catalog import EXERCISES
 from exercises.checker.grade import Grade, grade
 from exercises.checker.plugin import load
@@ -28,6 +30,13 @@ def test_every_mutant_is_an_exercise_with_a_name_of_its_own():
     assert len(all_exercises()) == len(EXERCISES) + len(bugs())
     assert len(bugs()) >= 120
     assert len({bug.difficulty for bug in bugs()}) >= 4
+
+
+def test_where_the_user_has_changed_a_lesson_its_mutants_are_left_out(monkeypatch):
+    changed = dataclasses.replace(all_mutants()["gradient_summed"], changes={"gone": ""})
+    others = {"gradient_summed": changed, "missing_broadcast": all_mutants()["missing_broadcast"]}
+    monkeypatch.setattr(find_the_bug, "all_mutants", lambda: others)
+    assert [bug.mutant for bug in bugs.__wrapped__()] == ["missing_broadcast"]
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.mutant)
