@@ -42,8 +42,6 @@ Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's st
 # machines have other clocks, and `align` measures the offset.
 now = time.perf_counter_ns
 
-QUICK_NS = 2_000_000  # how long the store is checked without a pause: many round trips
-
 _recording = False
 # Name, kind, start, end, lane and arguments. Threads append without a lock: append is atomic.
 _unread: deque[tuple[str, str, Moment, Moment, str, dict[str, Any]]] = deque()
@@ -161,7 +159,7 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
         for rank in range(1, cluster.world_size):
             with _expecting(rank, "align", store):
                 for i in range(rounds):
-                    _wait(store, f"{prefix}/{rank}/{i}/ping", is_near=i > 0)
+                    store.wait([f"{prefix}/{rank}/{i}/ping"])
                     arrived = clock()
                     store.set(f"{prefix}/{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
         return 0
@@ -173,7 +171,7 @@ def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) ->
             sent = clock()
             store.set(ping, "")
             # Not get(): over TCP it is a wait and a second round trip, which would count as the way back.
-            _wait(store, pong, is_near=i > 0)
+            store.wait([pong])
             back = clock()
             received, answered, main_machine = store.get(pong).decode().split(" ", 2)
             ahead_going, ahead_coming = int(received) - sent, int(answered) - back
@@ -218,15 +216,6 @@ def _fresh_prefix(cluster: Cluster, what: str) -> str:
     """
     call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
     return f"lab.timeline/{what}/{call}"
-
-
-def _wait(store: dist.Store, key: str, is_near: bool) -> None:
-    """Wait for a key. If it `is_near`, first check without pauses: a pause is longer than a round trip."""
-    deadline = now() + QUICK_NS
-    while is_near and now() < deadline:
-        if store.check([key]):
-            return
-    store.wait([key])
 
 
 @contextmanager
