@@ -79,10 +79,7 @@ def predict(
             return Prediction(float(text.replace(",", "")), unit)
         except ValueError:
             print(f"{text!r} is not a number. Type one, such as 2 or 0.5.")
-            continue
-        except (EOFError, RuntimeError) as error:  # a kernel whose frontend cannot ask has a class of its own
-            if isinstance(error, RuntimeError) and type(error).__name__ != "StdinNotImplementedError":
-                raise
-        answer = f"{example:g} {unit}".rstrip()
-        print(f"{question} {answer} (an example, because there is no keyboard)")
-        return Prediction(example, unit)
+        except (EOFError, RuntimeError):  # the latter in a kernel whose frontend cannot ask
+            answer = f"{example:g} {unit}".rstrip()
+            print(f"{question} {answer} (an example, because there is no keyboard)")
+            return Prediction(example, unit)
