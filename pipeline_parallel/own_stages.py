@@ -86,9 +86,8 @@ class OwnStages(nn.Module):
             raise WorkbookError("Stages of three ranks share a parameter; a pipeline can tie those of two.")
         self.ties = [(low, high) for low, high in shared.values()]
         neighbours = {*pairwise(self.rank_of[s] for s in range(self.last + 1)), *self.ties}
-        self.channels = Channels(
-            self.group, {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
-        )
+        pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
+        self.channels = Channels(self.group, pairs)
         # This rank's copies, and the rank of the other copy.
         self.tied = [(copy, sum(ranks) - self.rank) for copy, ranks in shared.items() if self.rank in ranks]
         self._is_complete = False  # the gradients of the copies are equal
