@@ -38,7 +38,7 @@ from pipeline_parallel.actions import (
     dependencies,
     placement,
 )
-from pipeline_parallel.analysis.validate import held, validate
+from pipeline_parallel.analysis.validate import held, in_order, validate
 
 
 @dataclass(frozen=True)
@@ -172,29 +172,18 @@ def simulate(
     free: list[float] = [0] * len(table)  # when the rank is free; 0, not 0.0, so that fractions stay exact
     link_free: list[float] = [0] * len(table)  # when the messages of the rank are out
     arrives: dict[Action, float] = {}  # when a result is there, by its name as a dependency
-    waiting: dict[Action, list[int]] = {}
-    runnable = list(range(len(table)))
-    while runnable:
-        rank = runnable.pop()
-        row, done = table[rank], rows[rank]
-        while len(done) < len(row):
-            action = row[len(done)]
-            needed = dependencies(action, num_stages - 1)
-            missing = [need for need in needed if need not in arrives]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            # A result of the same stage was there before the rank was last free.
-            start = max([free[rank], *(arrives[need] for need in needed if need.stage != action.stage)])
-            end = free[rank] = start + costs.seconds(action)
-            done.append(TimedAction(action, start, end))
-            result, taker = as_dependency(action), _taker(action)
-            arrives[result] = end
-            if link is not None and rank_of.get(taker, rank) != rank:
-                size = sizes[min(action.stage, taker)]
-                link_free[rank] = max(end, link_free[rank]) + size * link.beta
-                arrives[result] = link_free[rank] + link.alpha
-            runnable += waiting.pop(result, [])
+    for rank, action in in_order(table):
+        # A result of the same stage was there before the rank was last free.
+        needed = [need for need in dependencies(action, num_stages - 1) if need.stage != action.stage]
+        start = max([free[rank], *(arrives[need] for need in needed)])
+        end = free[rank] = start + costs.seconds(action)
+        rows[rank].append(TimedAction(action, start, end))
+        result, taker = as_dependency(action), _taker(action)
+        arrives[result] = end
+        if link is not None and rank_of.get(taker, rank) != rank:
+            size = sizes[min(action.stage, taker)]
+            link_free[rank] = max(end, link_free[rank]) + size * link.beta
+            arrives[result] = link_free[rank] + link.alpha
     if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
         validate(table)
     return Simulation(rows)

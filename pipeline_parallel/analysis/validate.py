@@ -10,7 +10,7 @@ could avoid (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed
 looked at again only when what it waits for is done, so a large table takes seconds.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -149,7 +149,8 @@ def _check_rows(table: Table, places: dict[Action, _Place]) -> None:
                     )
 
 
-def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
+def in_order(table: Table) -> Iterator[tuple[int, Action]]:
+    """Yield each rank's actions in its order, and each after all that it needs; end where all ranks wait."""
     last_stage = _last_stage(table)
     done: set[Action] = set()
     waiting: defaultdict[Action, list[int]] = defaultdict(list)  # by action, the ranks that wait
@@ -164,12 +165,23 @@ def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
                 break
             at[rank] += 1
             done.add(as_dependency(action))
+            yield rank, action
             can_go_on += waiting.pop(as_dependency(action), [])
-    if waiting:
-        raise _deadlock(table, at, {rank: places[need] for need in waiting for rank in waiting[need]})
 
 
-def _deadlock(table: Table, at: list[int], waits_for: dict[int, _Place]) -> ScheduleError:
+def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
+    order, last_stage = list(in_order(table)), _last_stage(table)
+    at, done = Counter(rank for rank, _ in order), {as_dependency(action) for _, action in order}
+    waits_for = {
+        rank: places[next(need for need in dependencies(row[at[rank]], last_stage) if need not in done)]
+        for rank, row in enumerate(table)
+        if at[rank] < len(row)
+    }
+    if waits_for:
+        raise _deadlock(table, at, waits_for)
+
+
+def _deadlock(table: Table, at: Mapping[int, int], waits_for: dict[int, _Place]) -> ScheduleError:
     """Return the error: each rank of `waits_for` is at its cell `at`, and waits for a cell of another."""
     path = [min(waits_for)]
     while waits_for[path[-1]][0] not in path:
