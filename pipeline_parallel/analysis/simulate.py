@@ -39,6 +39,7 @@ from pipeline_parallel.actions import (
     placement,
 )
 from pipeline_parallel.analysis.validate import held, in_order, validate
+from pipeline_parallel.messages import sent_by
 
 
 @dataclass(frozen=True)
@@ -178,19 +179,12 @@ def simulate(
         start = max([free[rank], *(arrives[need] for need in needed)])
         end = free[rank] = start + costs.seconds(action)
         rows[rank].append(TimedAction(action, start, end))
-        result, taker = as_dependency(action), _taker(action)
-        arrives[result] = end
-        if link is not None and rank_of.get(taker, rank) != rank:
-            size = sizes[min(action.stage, taker)]
+        arrives[as_dependency(action)] = end
+        message = sent_by(action, num_stages - 1)
+        if link is not None and message is not None and rank_of[message.receiver] != rank:
+            size = sizes[min(message.stage, message.receiver)]
             link_free[rank] = max(end, link_free[rank]) + size * link.beta
-            arrives[result] = link_free[rank] + link.alpha
+            arrives[as_dependency(action)] = link_free[rank] + link.alpha
     if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
         validate(table)
     return Simulation(rows)
-
-
-def _taker(action: Action) -> int:
-    """Return the stage that receives the result. A weight gradient stays in its own stage."""
-    if action.kind == WEIGHT_GRADIENT:
-        return action.stage
-    return action.stage + 1 if action.kind == FORWARD else action.stage - 1
