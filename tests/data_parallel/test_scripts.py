@@ -34,20 +34,15 @@ def test_on_two_ranks_all_wrappers_end_with_the_same_bits_and_microbatches_chang
 
 
 def test_a_hierarchical_all_reduce_between_hosts_trains_and_its_traffic_is_counted():
-    def work(cluster: Cluster) -> list[int]:
-        os.environ[VARIABLE] = "abb"[cluster.rank]
-        sent = []
+    def work(cluster: Cluster) -> None:
+        os.environ[VARIABLE] = "aabb"[cluster.rank]
         for name in ("naive", "bucket"):
             report = train(cluster, name, steps=2, pattern="hierarchical")
             assert report["bytes_sent"] == report["bytes_formula"], name
             assert report["messages_sent"] == report["messages_formula"], name
             assert report["replicas_equal"], name
-            sent.append(report["bytes_sent"])
-        return sent
 
-    of_a, leader_of_b, _ = run_ranks(work, 3)
-    # between two hosts each leader sends one tensor, and the leader of b also broadcasts it
-    assert all(two > 1.9 * one for one, two in zip(of_a, leader_of_b, strict=True))
+    run_ranks(work, 4)
 
 
 def test_under_the_metronome_all_scripts_but_naive_hide_communication_and_their_traces_show_it(tmp_path):
