@@ -47,6 +47,7 @@ def export(folder: Path, out: Path) -> int:
     Raise WorkbookError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
     found = checkpoint.read_manifest(*_find(folder))
+    checkpoint.verify(found)
     full = {
         name.removeprefix(MODEL): torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in found.tensors.items()
