@@ -6,14 +6,14 @@
       rank 1  q1 k1 v1   rank 1  q1 k0 v0   rank 1  q1 k2 v2       └───────────────────────────────┘
       rank 2  q2 k2 v2   rank 2  q2 k1 v1   rank 2  q2 k0 v0
 
-A long sequence does not fit on one rank: the activations of all layers grow with its length. Here each rank
-has an n-th of the tokens, and only attention needs the others. Queries stay where they are. While a rank
-attends to the keys that it has, it sends them on and receives the next ones, and after n steps its queries
-have met all keys. The partial results are joined with the help of their log-sum-exp (block_attention.py).
+A long sequence does not fit on one rank: the activations of all layers grow with its length. Here each of n
+ranks has an n-th of the tokens, and only attention needs the others. Queries stay where they are. While a
+rank attends to the keys that it has, it sends them on and receives the next ones, and after n steps its
+queries have met all keys. The results are joined with the help of their log-sum-exp (block_attention.py).
 
 The backward sends keys and values round again. The gradient of a rank's keys has a term from each rank's
-queries. A rank keeps its own term. The other ones are added up on the way behind the keys, and after n-1
-messages they arrive where the keys belong:
+queries. A rank keeps its own term. The terms of the other ranks are summed in a second message, which
+follows the keys one step later. Each rank adds its own term to the sum, which is home after n-1 messages:
 
       step 0          send k and v    compute own terms
       step 1          send k and v    compute terms                                      send them
@@ -22,7 +22,7 @@ messages they arrive where the keys belong:
       at the end                      wait for the left neighbour's, add own terms
 
       messages of a rank in a layer         n-1 forward, 2 (n-1) backward
-      their bytes                           3 (n-1) times those of k and v of an n-th of the tokens
+      their bytes                           3 (n-1) times the bytes of one rank's k and v
       time of a step of the forward         max(attention to one block, message of one block)
 
 A rank waits for its left neighbour, which waits for its own, so the rank that computes longest delays all.
@@ -88,12 +88,12 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:
         precise = at_least_float32(q)
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
-        for source, kv in visits(torch.stack([k, v]), sequence):
+        for source, kv in visits(torch.stack([k, v]), sequence):  # kv: (2, b, h, t, e), keys and values
             for part in sequence.parts(source):
                 with span("attention", "forward", pairs=part.pairs):
                     rows, keys = part.queries, part.keys
-                    found = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
-                    y[:, :, rows], lse[:, :, rows] = join(y[:, :, rows], lse[:, :, rows], *found)
+                    new_y, new_lse = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
+                    y[:, :, rows], lse[:, :, rows] = join(y[:, :, rows], lse[:, :, rows], new_y, new_lse)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.sequence = sequence
@@ -111,19 +111,20 @@ class RingAttention(torch.autograd.Function):
                 with span("attention", "backward", pairs=part.pairs):
                     rows, keys = part.queries, part.keys
                     dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
-                    dq_term, *dkv_terms = sequence.kernel.backward(
+                    dq_term, dk_term, dv_term = sequence.kernel.backward(
                         dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
                     )
                     dq[:, :, rows] += dq_term
-                    dkv[0][:, :, keys] += dkv_terms[0]
-                    dkv[1][:, :, keys] += dkv_terms[1]
+                    dkv[0][:, :, keys] += dk_term
+                    dkv[1][:, :, keys] += dv_term
             if source == sequence.rank:
                 own_dkv = dkv  # it waits here for the terms of the other ranks
-                continue
-            if in_flight is not None:
-                dkv += arrived(in_flight)  # the terms of the ranks where these keys have been before
-            # The right neighbour has these keys next, or in the last step they are its own.
-            in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
+            else:
+                if in_flight is not None:
+                    dkv += arrived(in_flight)  # the terms of the ranks where these keys have been before
+                # The right neighbour has these keys next, or in the last step they are its own. The left one
+                # sends the terms of the keys that it has in this step, which are those of source - 1.
+                in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
         if in_flight is not None:
             own_dkv += arrived(in_flight)
         return dq.to(q.dtype), *own_dkv, None

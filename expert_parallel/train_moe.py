@@ -17,11 +17,11 @@ t tokens of d numbers:
 So expert parallelism sends less if t k < 4 E d, and a rank keeps an n-th of the experts. How many tokens an
 expert gets is not known in advance, and the slowest rank sets the time of all. So experts are balanced
 (balancing.py), and `--capacity` drops tokens that are too many for one expert: such a token keeps its other
-experts, and without any the block's MLP adds nothing to it.
+experts, and a token without any gets the output of the shared expert only (`--shared`), or nothing.
 
-All gradients are means over ranks, but an expert's arrives as a *sum* over the ranks of its expert group,
-which send it tokens: divided by their number, and averaged over the replicas of the expert (config.py), it is
-exactly that of one process.
+Gradients of all but the experts are means over all ranks. An expert's gradient already holds the tokens of
+its whole expert group, as a sum: so it is averaged over its replicas (config.py), and divided by the number
+of ranks of an expert group.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
 experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
@@ -102,16 +102,17 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.moe, self.groups = moe, groups
-        self.own = groups.own_experts(moe.num_experts)
+        self.own_experts = groups.own_experts(moe.num_experts)
         with random_numbers_of(seed, layer, "router"):
             self.router = Router(config.width, moe.num_experts, moe.top_k)
-        self.experts = nn.ModuleDict({str(e): make_expert(config, seed, layer, e) for e in self.own})
+        self.experts = nn.ModuleDict({str(e): make_expert(config, seed, layer, e) for e in self.own_experts})
         self.shared = make_expert(config, seed, layer, "shared") if moe.shared else None
 
     def forward(self, x_btd: Tensor) -> Tensor:
         x_td = x_btd.flatten(0, -2)
         if torch.is_grad_enabled() and not x_td.requires_grad:
-            x_td = x_td.detach().requires_grad_()  # else this rank would miss the backward's all-to-alls
+            # Frozen embeddings, or the layer alone: this rank must still join the backward's all-to-alls.
+            x_td = x_td.detach().requires_grad_()
         probabilities_tE, weights_tk, experts_tk = self.router(x_td)
         chosen_rE, sent_rE = self.count(experts_tk)
         if self.training:
@@ -121,15 +122,15 @@ class MixtureOfExperts(nn.Module):
         place = self.groups.place
         assignments = self.in_order_of_expert(experts_tk, chosen_rE[place], sent_rE[place])
         in_group_rE = sent_rE[self.groups.members]
-        arriving_rL = in_group_rE[:, self.own.start : self.own.stop].tolist()
+        arriving_rL = in_group_rE[:, self.own_experts.start : self.own_experts.stop].tolist()
         received = [sum(row) for row in arriving_rL]  # tokens from each rank of the expert group
         sent = sent_rE[place].view(len(in_group_rE), -1).sum(1).tolist()  # tokens to each
 
         x_ad = x_td[assignments // self.moe.top_k]
-        dispatched = InFlightExchange(x_ad, sent, received, self.groups.experts)
-        y_td = torch.zeros_like(x_td) if self.shared is None else self.shared(x_td)
+        dispatched = InFlightExchange(x_ad, sent=sent, received=received, group=self.groups.experts)
+        y_td = torch.zeros_like(x_td) if self.shared is None else self.shared(x_td)  # while tokens travel
         outputs = self.compute(dispatched.wait(), arriving_rL)
-        y_ad = exchange_shards(outputs, 0, self.groups.experts, received, sent)
+        y_ad = exchange_shards(outputs, dim=0, group=self.groups.experts, sent=received, received=sent)
         return self.combine(y_td, y_ad, weights_tk, assignments).view_as(x_btd)
 
     def count(self, experts_tk: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, y_td: Tensor, y_ad: Tensor, weights_tk: Tensor, assignments: Tensor) -> Tensor:
         """Add to each token of `y_td` what its experts have made of it, times their weights.
 
-        A dropped token gets nothing, so the block's residual goes on unchanged.
+        A dropped token gets nothing more: the block adds `y_td` to its residual.
         """
         weights_a = weights_tk.flatten()[assignments]
         terms_ad = (y_ad * weights_a.unsqueeze(1)).to(y_td.dtype)
@@ -197,6 +198,7 @@ class ExpertParallel(nn.Module):
         self.experts = [p for layer in self.layers for p in layer.experts.parameters()]
         own = set(self.experts)
         self.dense = [parameter for parameter in module.parameters() if parameter not in own]
+        # Experts are drawn from seed, layer and number, so replicas of an expert are equal already.
         for tensor in [*self.dense, *module.buffers()]:
             broadcast(tensor.data, root=0, group=groups.everyone)
 

@@ -180,5 +180,6 @@ def of_backwards(forwards: Traffic, is_recomputed: bool) -> Traffic:
 
 def arrived_tokens(layer: BalancedExperts) -> Iterator[int]:
     """Yield how many tokens have arrived at each expert of this rank, in each noted forward of a layer."""
+    own = layer.own_experts
     for sent_rE in layer.sent:
-        yield from sent_rE[layer.groups.members, layer.own.start : layer.own.stop].sum(0).tolist()
+        yield from sent_rE[layer.groups.members, own.start : own.stop].sum(0).tolist()

@@ -2,10 +2,10 @@
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
-                  stage 0                  stage 1
-                  tensor 0   tensor 1      tensor 0   tensor 1
-      replica 0   rank 0     rank 1        rank 4     rank 5
-      replica 1   rank 2     rank 3        rank 6     rank 7
+               stage 0                  stage 1
+               tensor 0   tensor 1      tensor 0   tensor 1
+      data 0   rank 0     rank 1        rank 4     rank 5
+      data 1   rank 2     rank 3        rank 6     rank 7
 
 The ranks of a group differ in their coordinate along one axis, and in no other: 0 and 1 divide each layer of
 stage 0 (tensor), 0 and 2 average their gradients (data), 0 and 4 exchange activations and their gradients
@@ -13,8 +13,8 @@ stage 0 (tensor), 0 and 2 average their gradients (data), 0 and 4 exchange activ
 the same examples.
 
 Ranks that differ only in their places along data and context are replicas: they train the same parameters
-with different tokens, so they average their gradients together. Experts are divided among replicas that are
-neighbours.
+with different tokens, so they average their gradients together. Replicas that are neighbours, `expert_ranks`
+in number, divide the experts of each layer among them: with 2 here, ranks 0 and 2 are an expert group.
 
 Launchers give consecutive numbers to the ranks of one machine. So the groups of the last axis, whose ranks
 are neighbours, stay inside a machine, and those of the first axis cross machines. A rank sends the most along
@@ -29,8 +29,6 @@ the last axis, and the least along the first:
 After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 2021, https://arxiv.org/abs/2104.04473, section 3.
 """
-
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -47,17 +45,17 @@ AXES = ("pipeline", "data", "context", "tensor")
 
 def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
     """Return a rank's place along each axis, from 0. Neighbours differ in the last axis, `tensor`."""
-    rest, tensor = divmod(rank, sizes.tensor)
-    rest, context = divmod(rest, sizes.context)
-    pipeline, data = divmod(rest, sizes.data)
-    return {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
+    place: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(sizes, axis))
+    return place
 
 
 def stream_of(rank: int, sizes: ParallelSizes) -> int:
-    """Return the number of the stream from which a rank draws its dropout masks.
+    """Return the number of a rank's stream of random numbers. Ranks of one stream draw equal dropout masks.
 
     Replicas and stages draw masks of their own. The ranks of a tensor group hold the same activations, and
-    need the same masks; where each has a part, tensor_parallel/parallelize.py gives it a stream of its own.
+    need the same masks; where each holds a part of one, tensor_parallel/parallelize.py makes masks differ.
     """
     return rank // sizes.tensor
 
@@ -76,8 +74,11 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 
 def replicas_of(sizes: ParallelSizes) -> list[list[int]]:
     """Return the groups of ranks that differ in their places along the data and context axes only."""
-    # The context axis lies next to the data axis, so together they are one axis.
-    return groups_of("data", replace(sizes, data=sizes.replicas, context=1))
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(sizes.world_size):
+        place = coordinates_of(rank, sizes)
+        groups.setdefault((place["pipeline"], place["tensor"]), []).append(rank)
+    return list(groups.values())
 
 
 class Mesh:
@@ -93,7 +94,7 @@ class Mesh:
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
         # What replicas send counts for the data axis: without a context axis they are its ranks.
         self.replicas = self.data if sizes.context == 1 else _own_group(replicas_of(sizes), "data")
-        # The same groups as torch's DeviceMesh, for code that takes one; init_device_mesh would form others.
+        # The same groups as torch's DeviceMesh, for code that takes one.
         grid = torch.arange(sizes.world_size).reshape([getattr(sizes, axis) for axis in AXES])
         groups = list(self._groups.values())
         self.device_mesh = DeviceMesh.from_group(groups, cluster.device.type, grid, mesh_dim_names=AXES)
@@ -124,17 +125,17 @@ class Mesh:
 def _own_group(groups: list[list[int]], axis: str) -> dist.ProcessGroup:
     """Form groups of ranks, and return that of this rank. What it sends counts for the axis."""
     own = dist.new_subgroups_by_enumeration(groups, group_desc=axis)[0]
-    keep_from_preempting()  # each group has threads of its own
+    keep_from_preempting()  # else gloo's threads would take the cores from computing
     name_axis(own, axis)
     return own
 
 
 def drawn(sizes: ParallelSizes) -> str:
-    """Return a picture of all ranks as above: a row for each replica, a block of columns for each stage."""
+    """Return a picture of all ranks as above: a row for each replica of a stage, a block for each stage."""
     width = max(len(f"rank {sizes.world_size - 1}"), len(f"tensor {sizes.tensor - 1}")) + 3
     block = width * sizes.tensor
     names = [
-        f"replica {place // sizes.context}" + f", context {place % sizes.context}" * (sizes.context > 1)
+        f"data {place // sizes.context}" + f", context {place % sizes.context}" * (sizes.context > 1)
         for place in range(sizes.replicas)
     ]
     first = max(map(len, names)) + 3

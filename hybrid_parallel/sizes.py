@@ -131,8 +131,8 @@ def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: 
     parts = sizes.data * sizes.microbatches
     if batch_size % parts:
         yield (
-            f"{batch_size} examples in a step cannot be divided evenly among {sizes.data} replicas with "
-            f"{sizes.microbatches} microbatches each; take a multiple of {parts}."
+            f"{batch_size} examples in a step cannot be divided evenly among {sizes.data} places along data "
+            f"with {sizes.microbatches} microbatches each; take a multiple of {parts}."
         )
 
 

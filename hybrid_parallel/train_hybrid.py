@@ -5,10 +5,10 @@
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
-                  stage 0                  stage 1
-                  tensor 0   tensor 1      tensor 0   tensor 1
-      replica 0   rank 0     rank 1        rank 4     rank 5
-      replica 1   rank 2     rank 3        rank 6     rank 7
+               stage 0                  stage 1
+               tensor 0   tensor 1      tensor 0   tensor 1
+      data 0   rank 0     rank 1        rank 4     rank 5
+      data 1   rank 2     rank 3        rank 6     rank 7
 
 What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.

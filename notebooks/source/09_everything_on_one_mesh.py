@@ -36,7 +36,7 @@ from lab.notebook.prediction import predict
 #
 # Ranks are numbered like the digits of a number. The last digit is the place along the tensor axis, so it changes from each
 # rank to the next. The digit before it is the place along the data axis, and the first digit is the stage. With two ranks
-# along each axis these are binary digits: rank 5 is 101, so it has stage 1, replica 0 and tensor place 1. **Predict**: rank 5
+# along each axis these are binary digits: rank 5 is 101, so it has stage 1, data 0 and tensor 1. **Predict**: rank 5
 # averages its gradients with the other replica of its stage. Which rank is that?
 
 # %%

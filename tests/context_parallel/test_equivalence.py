@@ -164,8 +164,7 @@ def test_all_to_all_attention_drops_out_and_the_ring_refuses_to():
         assert all(math.isfinite(p.grad.norm()) and p.grad.any() for p in model.parameters())
 
         model = RING.wrap(gpt(dropout=0.2))
-        sentence = "^Ring attention drops no attention probabilities, and the model asks for 0.2: take all-to"
-        with pytest.raises(WorkbookError, match=sentence):
+        with pytest.raises(WorkbookError, match=r"drop.*0\.2"):
             model(x)
         plain = gpt(dropout=0.2).eval()
         model.eval()

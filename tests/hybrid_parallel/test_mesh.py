@@ -96,18 +96,18 @@ def test_the_picture_has_every_rank_at_its_coordinates():
     assert drawn(ParallelSizes(pipeline=2, data=2, tensor=2)).splitlines() == [
         "8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)",
         "",
-        "            stage 0                  stage 1",
-        "            tensor 0   tensor 1      tensor 0   tensor 1",
-        "replica 0   rank 0     rank 1        rank 4     rank 5",
-        "replica 1   rank 2     rank 3        rank 6     rank 7",
+        "         stage 0                  stage 1",
+        "         tensor 0   tensor 1      tensor 0   tensor 1",
+        "data 0   rank 0     rank 1        rank 4     rank 5",
+        "data 1   rank 2     rank 3        rank 6     rank 7",
     ]
     assert drawn(ParallelSizes(pipeline=2, data=2, context=2)).splitlines()[2:] == [
-        "                       stage 0       stage 1",
-        "                       tensor 0      tensor 0",
-        "replica 0, context 0   rank 0        rank 4",
-        "replica 0, context 1   rank 1        rank 5",
-        "replica 1, context 0   rank 2        rank 6",
-        "replica 1, context 1   rank 3        rank 7",
+        "                    stage 0       stage 1",
+        "                    tensor 0      tensor 0",
+        "data 0, context 0   rank 0        rank 4",
+        "data 0, context 1   rank 1        rank 5",
+        "data 1, context 0   rank 2        rank 6",
+        "data 1, context 1   rank 3        rank 7",
     ]
 
 
