@@ -18,9 +18,9 @@ order in which a backward computes their gradients, if the model registers its l
 runs them. If not, training is right, but less is hidden: with the layers registered backwards, nothing.
 
 Gradients live in the buckets: `param.grad` is a view of its place in one, so nothing is copied after the
-all-reduce. After `zero_grad(set_to_none=True)` a parameter has no gradient, so autograd makes a new tensor,
-and the hook copies it into the bucket. After `zero_grad(set_to_none=False)` the gradient is still the view,
-so autograd adds to zeros in the bucket; that takes longer.
+all-reduce. By default `zero_grad()` drops the view: autograd makes a new tensor, and the hook copies it into
+the bucket. `zero_grad(set_to_none=False)` writes zeros into the view, and autograd adds to them. That takes
+longer than the copy: one more pass over the bucket.
 
 PyTorch's DistributedDataParallel is built on the same idea, and observes in the first step in which order
 gradients come: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704.
@@ -77,7 +77,7 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.flat = parameters[0].new_zeros(sum(p.numel() for p in parameters))
         places = self.flat.split([p.numel() for p in parameters])
-        # With the strides that autograd gives to a gradient: fused optimizers run over the raw memory.
+        # With the parameter's strides, because a fused optimizer pairs elements by their order in memory.
         self.views = {
             p: place.as_strided(p.shape, torch.empty_like(p).stride())
             for p, place in zip(parameters, places, strict=True)
@@ -128,8 +128,8 @@ class BucketDataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
         self._to_launch = deque(self.buckets)
-        self._in_flight: list[Work] = []
-        self._guard.synchronised()
+        self.in_flight: list[Work] = []
+        self._guard.expect_gradients()
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._guard.before_forward()
@@ -141,7 +141,7 @@ class BucketDataParallel(nn.Module):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Run as a hook when a backward has added its gradient of this parameter."""
-        if self._guard.gradient_of(parameter) is None:
+        if not self._guard.note_arrival(parameter):
             return
         bucket = self._bucket_of[parameter]
         bucket.move_in(parameter)
@@ -155,15 +155,15 @@ class BucketDataParallel(nn.Module):
         """Start to average the bucket, and return while it travels: the backward goes on."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
-        with span(f"bucket {len(self._in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
+        with span(f"bucket {len(self.in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
             work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
-        self._in_flight.append(work)
+        self.in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
         """Launch the buckets that no hook has launched, and wait for all of them."""
         while self._to_launch:
             self._launch(self._to_launch.popleft())
-        for work in self._in_flight:
+        for work in self.in_flight:
             work.wait()
         self._expect_gradients()
 

@@ -41,7 +41,7 @@ class NaiveDataParallel(nn.Module):
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
     With several microbatches, divide each loss by their number, as on one process. `pattern` names the
-    algorithm of the all-reduce (comm/collectives.py).
+    algorithm of the all-reduces: None is the ring, or with NCCL torch's own. Broadcasts ignore it.
 
     Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
     at wrapping, and are not sent again (DDP sends rank 0's before every forward). training/guard.py refuses
@@ -60,14 +60,14 @@ class NaiveDataParallel(nn.Module):
         return self.module(*inputs, **named_inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Run all microbatches but the last inside, as with other wrappers; here no backward sends."""
-        return self._guard.no_sync()
+        """Return a context that changes nothing here. With it one training loop fits all wrappers."""
+        return contextlib.nullcontext()
 
     def finish_gradient_sync(self) -> None:
         """Average the gradients, parameter by parameter."""
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                if parameter.grad is None:  # this rank did not use it, but other ranks may have
+                if parameter.grad is None:  # not used here: all ranks must call all_reduce, so send zeros
                     parameter.grad = torch.zeros_like(parameter)
                 all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
 

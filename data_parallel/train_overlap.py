@@ -69,8 +69,8 @@ class OverlapDataParallel(nn.Module):
         """Prepare for the next backward: no gradient is complete, and none is on its way."""
         self._to_launch = deque(reversed(self.trained))
         self._complete: set[nn.Parameter] = set()
-        self._in_flight: list[Work] = []
-        self._guard.synchronised()
+        self.in_flight: list[Work] = []
+        self._guard.expect_gradients()
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._guard.before_forward()
@@ -82,7 +82,7 @@ class OverlapDataParallel(nn.Module):
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Run as a hook in the backward: this gradient is complete, and holds the sum over microbatches."""
-        if self._guard.gradient_of(parameter) is None or not self._guard.is_synchronising:
+        if not self._guard.note_arrival(parameter) or not self._guard.is_synchronising:
             return
         self._complete.add(parameter)
         # Ranks pair all-reduces by the order of the calls: a complete gradient waits for those before it.
@@ -95,13 +95,13 @@ class OverlapDataParallel(nn.Module):
             parameter.grad = torch.zeros_like(parameter)
         with span("launch", "launch", lane="launches", bytes=parameter.grad.nbytes):
             work = all_reduce(parameter.grad, "mean", self.group, async_op=True, pattern=self.pattern)
-        self._in_flight.append(work)
+        self.in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:
         """Start the all-reduces that no hook has started, and wait for all of them."""
         while self._to_launch:
             self._launch(self._to_launch.popleft())
-        for work in self._in_flight:
+        for work in self.in_flight:
             work.wait()
         self._expect_gradients()
 

@@ -51,23 +51,24 @@ class Guard:
                 "and would not be trained as on one process: change the module first, then wrap it."
             )
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that a backward has added up, or None where the backward has returned None.
+    def note_arrival(self, parameter: Tensor) -> bool:
+        """Note that the parameter's gradient has arrived; return False if autograd's result was None.
 
         Call it in the hook of `parameter`. It refuses a second backward that adds to what is being sent.
         """
         gradient = parameter.grad
-        if gradient is not None:
-            if gradient.layout != torch.strided:
-                raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
-            if parameter in self._arrived:
-                raise WorkbookError(
-                    "Another backward began before finish_gradient_sync(): run all but the last one inside "
-                    "no_sync(); after an error, call finish_gradient_sync() and zero_grad()."
-                )
-            if self.is_synchronising:
-                self._arrived.add(parameter)
-        return gradient
+        if gradient is None:
+            return False
+        if gradient.layout != torch.strided:
+            raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
+        if parameter in self._arrived:
+            raise WorkbookError(
+                "Another backward began before finish_gradient_sync(): run all but the last one inside "
+                "no_sync(); after an error, call finish_gradient_sync() and zero_grad()."
+            )
+        if self.is_synchronising:
+            self._arrived.add(parameter)
+        return True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,8 +79,8 @@ class Guard:
         finally:
             self.is_synchronising = True
 
-    def synchronised(self) -> None:
-        """Note that all gradients are the mean over ranks."""
+    def expect_gradients(self) -> None:
+        """Prepare for the next backward: none of its gradients has arrived."""
         self._arrived.clear()
 
     def before_step(self) -> None:

@@ -171,7 +171,7 @@ class ZeroOptimizer(ShardOptimizer):
         """Run as a hook in the backward: move the gradient into its bucket, and send complete buckets."""
         if self._is_synchronised:
             raise WorkbookError("A backward came after finish_gradient_sync(): call zero_grad() in between.")
-        if self._guard.gradient_of(parameter) is None:
+        if not self._guard.note_arrival(parameter):
             return
         bucket = self._bucket_of[parameter]
         self._move_in(parameter, bucket)
@@ -221,7 +221,7 @@ class ZeroOptimizer(ShardOptimizer):
         for bucket in self.buckets:
             bucket.missing = set(bucket.layout.parameters)
         self._to_launch.extend(self.buckets)
-        self._guard.synchronised()
+        self._guard.expect_gradients()
         self._is_synchronised = True
 
     def step(self, closure: None = None) -> None:

@@ -114,7 +114,7 @@ EXERCISES = (
 
             A hook calls this in the backward when the gradient is complete, and finish_gradient_sync for a
             parameter that this rank did not use: then it contributes zeros. Append the handle of the
-            all-reduce to the list `self._in_flight`. When the message has arrived, the gradient must be the
+            all-reduce to the list `self.in_flight`. When the message has arrived, the gradient must be the
             mean over the ranks of `self.group`. `span` only notes the launch in a trace; you may leave it
             out.
         """,
@@ -134,7 +134,7 @@ EXERCISES = (
             "In _launch give a parameter without a gradient one of zeros: another rank may have used it, and "
             "all ranks must call all_reduce for the same parameters.",
             "In finish_gradient_sync launch self._to_launch.popleft() until the deque is empty. Then wait "
-            "for each handle of self._in_flight.",
+            "for each handle of self.in_flight.",
         ),
     ),
     Exercise(
@@ -160,8 +160,8 @@ EXERCISES = (
             Ranks pair their all-reduces by the order of the calls, so all ranks must launch the parameters of
             `self._to_launch`, a deque, in its order, each once and as early as possible.
             `self._launch(parameter)` launches one, and the set `self._complete` is yours. Return at once if
-            `self._guard.gradient_of(parameter)` is None, or if `self._guard.is_synchronising` is False: then
-            this is not the last microbatch.
+            `self._guard.note_arrival(parameter)` is False: there is no gradient. Return also if
+            `self._guard.is_synchronising` is False: then this is not the last microbatch.
         """,
         hints=(
             "A gradient that is complete early waits for all those before it. Which parameter is the next "
@@ -256,7 +256,7 @@ EXERCISES = (
         doc="""
             Run as a hook when a backward has added its gradient of this parameter.
 
-            Return if `self._guard.gradient_of(parameter)` is None. `self._bucket_of` has the bucket of each
+            Return if `self._guard.note_arrival(parameter)` is False. `self._bucket_of` has the bucket of each
             parameter, and its set `missing` the parameters whose gradients are not there. Move the gradient
             into the bucket. If `self._guard.is_synchronising`, launch what can be launched: `self._to_launch`
             is a deque of the buckets that are left, in order, and `self._launch(bucket)` launches one.

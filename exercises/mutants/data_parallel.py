@@ -76,7 +76,7 @@ mutant(
     "bucket_not_waited_for",
     "Replicas drift apart, and only on a slow network: a step begins while its last buckets are still sent.",
     target="data_parallel.train_bucket_overlap.BucketDataParallel.finish_gradient_sync",
-    changes={"for work in self._in_flight:\n    work.wait()": ""},
+    changes={"for work in self.in_flight:\n    work.wait()": ""},
     killer=OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
     cause="the average is not what is used",
 )
@@ -151,7 +151,7 @@ mutant(
     "overlap_blocks",
     "Overlap is as slow as naive: each hook waits for its all-reduce, so the backward waits too.",
     target="data_parallel.train_overlap.OverlapDataParallel._launch",
-    changes={"self._in_flight.append(work)": "work.wait()"},
+    changes={"self.in_flight.append(work)": "work.wait()"},
     killer=OVERLAP + "test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it",
 )
 

@@ -599,7 +599,7 @@ parallel.finish_gradient_sync()
 #
 #    def _on_gradient(self, parameter):
 #        """Launch the parameters of the deque self._to_launch in its order; self._launch(parameter) launches one."""
-#        if self._guard.gradient_of(parameter) is None or not self._guard.is_synchronising:
+#        if not self._guard.note_arrival(parameter) or not self._guard.is_synchronising:
 #            return  # this is not the last microbatch
 #        self._complete.add(parameter)
 #        ...

@@ -102,14 +102,14 @@ def test_overlap_equals_one_process():
         # before the first layer's is computed; this hook on the first layer's output lies between the two.
         in_flight = []
         hidden = module[0](own_x)
-        hidden.register_hook(lambda gradient: in_flight.append(len(model._in_flight)))
+        hidden.register_hook(lambda gradient: in_flight.append(len(model.in_flight)))
         nn.functional.mse_loss(module[2](module[1](hidden)), own_y).backward()
         assert in_flight == [2]  # the last layer's weight and bias
 
         # The four gradients have been launched; we wait for them, and each is the mean over ranks.
-        assert len(model._in_flight) == 4
+        assert len(model.in_flight) == 4
         model.finish_gradient_sync()
-        assert not model._in_flight
+        assert not model.in_flight
         assert_equal_gradients(module, alone)
 
     run_ranks(work, 3)
@@ -135,7 +135,7 @@ def test_bucket_overlap_equals_one_process():
             # complete: here the first, the moment before the first layer's gradients are computed.
             launched = []
             hidden = module[0](own_x)
-            hidden.register_hook(lambda gradient: launched.append(len(model._in_flight)))
+            hidden.register_hook(lambda gradient: launched.append(len(model.in_flight)))
             nn.functional.mse_loss(module[2](module[1](hidden)), own_y).backward()
             assert launched == [1]
 

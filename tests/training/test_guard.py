@@ -21,7 +21,7 @@ def watched(module: nn.Module) -> Guard:
     guard = Guard(module)
 
     def on_gradient(parameter: Tensor) -> None:
-        assert guard.gradient_of(parameter) is parameter.grad
+        assert guard.note_arrival(parameter)
 
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -73,7 +73,7 @@ def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
             pytest.raises(WorkbookError, match=r"Another backward began before finish_gradient_sync"),
         ):
             backward(layers)
-    guard.synchronised()
+    guard.expect_gradients()
     guard.before_step()
     backward(layers)
 
