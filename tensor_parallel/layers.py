@@ -33,8 +33,9 @@ default, it is reduced while the second one, the gradient of the weight, is comp
 
 Autograd's own order cannot be relied on for that, so forward and backward are one autograd function,
 `OverlappedColumn`. With `sequence_parallel` it also keeps only this rank's tokens, and gathers the others a
-second time in the backward: for a pair of layers five transfers instead of four. The gradients are equal but
-for rounding.
+second time in the backward. So a pair of layers has five transfers, without overlap four: an all-gather and a
+reduce-scatter in the forward, the same in the backward, and this second all-gather. The gradients are equal
+but for rounding.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -62,7 +63,6 @@ from comm.functions import (
 )
 from lab.launch.errors import WorkbookError
 
-CURE = "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks"
 TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
 
@@ -89,6 +89,7 @@ class ColumnParallelLinear(nn.Module):
     The parameters of `plain`, equal on all ranks, become this rank's shards. With `gather_output` every rank
     gets all outputs. With `sequence_parallel` the input is this rank's shard of the tokens, along dim 1, and
     the output has all tokens. `dims` says along which dim a parameter is divided, and its full size there.
+    If n does not divide the outputs (a vocabulary), zeros pad them. A row layer refuses such inputs instead.
     """
 
     def __init__(
@@ -113,6 +114,31 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_ranks(y, -1, self.group) if self.gather_output else y
 
 
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank uses an n-th of the inputs: (..., inputs/n) to (..., outputs).
+
+    With `sequence_parallel` the output is this rank's shard of the tokens, along dim 1; the bias's gradient
+    then covers these tokens only, and parallelize.py adds it up. Raises WorkbookError unless n divides the
+    inputs.
+    """
+
+    def __init__(self, plain: nn.Linear, group: Group = None, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        validate_divisible("inputs", plain.in_features, group)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight, self.bias = divide(plain.weight, 1, plain.in_features, group), plain.bias
+        self.dims = {"weight": (1, plain.in_features)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        term = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
+        else:
+            y = sum_over_ranks(term, self.group)  # all-reduce forward, identity backward
+        # The bias is added after the sum, so it counts once. Under torch.autocast y keeps its low precision.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
 def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tensor, ...]:
     """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once."""
     layer = layers[0]
@@ -125,6 +151,7 @@ def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tens
 
 def full_input(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     """Return the full input of a column-parallel layer; the backward adds up its gradient over ranks."""
+    # Each rank computes one term of that gradient: the part that comes from its own outputs.
     if sequence_parallel:
         return gather_tokens(x, TIME, group)  # all-gather forward, reduce-scatter backward
     return copy_to_ranks(x, group)  # nothing is sent forward, all-reduce backward
@@ -157,14 +184,13 @@ class OverlappedColumn(torch.autograd.Function):
         elif ctx.sequence_parallel:
             reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
         else:
-            grad_x = grad_x.contiguous()
             pattern = chosen_pattern("all_reduce", ctx.group)
             reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
         # These products hide the reduction.
-        inputs = full.reshape(-1, full.shape[-1])
-        outputs = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        grad_weights = [grad.t() @ inputs for grad in outputs]
-        grad_biases = [g.sum(0) if has else None for g, has in zip(outputs, ctx.has_bias, strict=True)]
+        flat_x = full.reshape(-1, full.shape[-1])
+        flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        grad_weights = [grad.t() @ flat_x for grad in flat_grads]
+        grad_biases = [g.sum(0) if has else None for g, has in zip(flat_grads, ctx.has_bias, strict=True)]
         if reducing is not None:
             scattered = reducing.wait()
             grad_x = scattered if ctx.sequence_parallel else grad_x
@@ -178,31 +204,6 @@ def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
-
-
-class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank uses an n-th of the inputs: (..., inputs/n) to (..., outputs).
-
-    With `sequence_parallel` the output is this rank's shard of the tokens, along dim 1; the bias's gradient
-    then covers these tokens only, and parallelize.py adds it up. Raises WorkbookError unless n divides the
-    inputs.
-    """
-
-    def __init__(self, plain: nn.Linear, group: Group = None, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        validate_divisible("inputs", plain.in_features, group)
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight, self.bias = divide(plain.weight, 1, plain.in_features, group), plain.bias
-        self.dims = {"weight": (1, plain.in_features)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        term = F.linear(x, self.weight)
-        if self.sequence_parallel:
-            y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
-        else:
-            y = sum_over_ranks(term, self.group)  # all-reduce forward, identity backward
-        # The bias is added after the sum, so it counts once. Under torch.autocast y keeps its low precision.
-        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -243,6 +244,10 @@ def own_rows(
     rows = tokens - dist.get_rank(group) * rows_per_rank
     is_own = (rows >= 0) & (rows < rows_per_rank)
     return rows.where(is_own, 0).where(is_known, -1), is_own
+
+
+# Both train scripts of this lesson add it to the error below, about attention heads.
+CURE = "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks"
 
 
 def validate_divisible(what: str, size: int, group: Group, cure: str = "") -> None:

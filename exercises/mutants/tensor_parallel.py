@@ -30,11 +30,11 @@ mutant(
             "    scattered = reducing.wait()\n"
             "    grad_x = scattered if ctx.sequence_parallel else grad_x"
         ): "",
-        "inputs = full.reshape(-1, full.shape[-1])": (
+        "flat_x = full.reshape(-1, full.shape[-1])": (
             "if reducing is not None:\n"
             "    scattered = reducing.wait()\n"
             "    grad_x = scattered if ctx.sequence_parallel else grad_x\n"
-            "inputs = full.reshape(-1, full.shape[-1])"
+            "flat_x = full.reshape(-1, full.shape[-1])"
         ),
     },
     killer=LAYERS + "test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed",
@@ -46,7 +46,6 @@ mutant(
     target="tensor_parallel.layers.OverlappedColumn.backward",
     changes={
         (
-            "grad_x = grad_x.contiguous()\n"
             'pattern = chosen_pattern("all_reduce", ctx.group)\n'
             "reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)"
         ): "reducing = None",
