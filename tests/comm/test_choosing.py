@@ -39,11 +39,3 @@ def test_a_link_is_measured_once_on_all_ranks_alike_and_not_counted():
         return fast, slow
 
     assert len(set(run_ranks(count, 2))) == 1
-
-
-def test_the_reason_names_the_seconds_of_all_patterns_the_fastest_first():
-    def explain(cluster) -> str:
-        with replaced("comm.cost.link_of", lambda group: Link(0.001, 0.0)):
-            return cost.reason("broadcast", MIB)
-
-    assert run_ranks(explain, 4)[0] == "flat 3.000 ms, tree 4.000 ms"

@@ -151,20 +151,6 @@ def test_a_message_of_another_size_is_a_sentence_and_never_garbage(transport: st
         )
 
 
-def test_a_rank_that_waits_uses_no_processor():
-    def wait(cluster) -> float:
-        x = torch.zeros(10)
-        if cluster.rank == 1:
-            time.sleep(0.5)
-            send(x, 0)
-            return 0.0
-        start = time.process_time()
-        recv(x, 1)
-        return time.process_time() - start
-
-    assert run_ranks(wait, 2)[0] < 0.3
-
-
 def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind():
     def open_files(cluster) -> list[int]:
         counts = []

@@ -78,18 +78,3 @@ def test_an_error_of_one_rank_is_reported_by_it_and_the_others_name_it(capfd):
     for rank in (0, 1):
         [sentence] = [line for line in err.splitlines() if line.startswith(f"[rank {rank}]")]
         assert sentence.endswith("rank 2 has failed: --steps 0: there must be at least one.")
-
-
-def test_a_failed_allocation_is_reported_in_one_line(capfd):
-    def too_large(cluster, args: Args) -> None:
-        torch.empty(1 << 55)
-
-    def run(cluster) -> None:
-        set_variables({})
-        sys.argv = ["script.py"]
-        start(too_large, Args)
-
-    run_ranks(run, 1, backend=None, collect_failures=True)
-    [sentence] = capfd.readouterr().err.splitlines()
-    assert "rank 0: there is not enough memory (" in sentence
-    assert sentence.endswith("; take a smaller batch or model.")

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
@@ -40,20 +39,6 @@ def test_a_synchronous_operation_takes_its_turn_behind_the_asynchronous_ones():
             assert x.item() == 3**3 * 3
 
     run_ranks(turns, 3)
-
-
-def test_groups_do_not_wait_for_each_other():
-    def interleaved(cluster) -> None:
-        n, r = cluster.world_size, cluster.rank
-        groups = [dist.new_group(range(n)) for _ in range(3)]
-        tensors = [torch.full((10,), float(g + 1)) for g in range(3)]
-        work_queue = [0, 1, 2] if r % 2 else [2, 1, 0]  # in one group this would never end
-        handles = {g: collectives.all_reduce(tensors[g], group=groups[g], async_op=True) for g in work_queue}
-        for g in reversed(work_queue):
-            handles[g].wait()
-            assert (tensors[g] == n * (g + 1)).all()
-
-    run_ranks(interleaved, 4)
 
 
 def test_wait_raises_an_error_and_the_next_operation_works():

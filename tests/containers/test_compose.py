@@ -127,18 +127,6 @@ def test_an_unknown_run_mode_lists_the_modes_once_and_all_nodes_exit_2(up):
     assert all(not node.stderr for node in nodes.values())
 
 
-def test_a_wrong_argument_is_told_once_and_all_nodes_end(up):
-    for args, exit_code, sentence in (
-        ("--stpes 3", 2, "--stpes"),
-        ("--steps 0", 1, "--steps 0: there must be"),
-    ):
-        nodes = up(RUN_MODE="data_parallel_naive", ARGS=args)
-        assert exit_codes(nodes) == dict.fromkeys(NODES, exit_code), nodes
-        assert sentence in nodes["node0"].stderr
-        assert all(sentence not in nodes[name].stderr for name in NODES[1:])
-        assert not any("Traceback" in node.stderr for node in nodes.values())
-
-
 def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(up):
     args = "--steps 100000 --size tiny"
     nodes = up(RUN_MODE="data_parallel_naive", ARGS=args, kill=("node2", "step 1/"))
@@ -149,21 +137,6 @@ def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(up):
             "rank 2 has died, so look for the first error in its log."
         )
         assert "Traceback" not in nodes[name].stderr
-
-
-def test_nodes_beyond_the_world_size_say_so_and_exit_0(up):
-    nodes = up(RUN_MODE="point_to_point", WORLD_SIZE="2", ARGS="--json")
-    assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
-    assert nodes["node0"].json()["world_size"] == 2
-    for name in ("node2", "node3"):
-        assert f"{name} is not needed" in nodes[name].stderr
-
-
-def test_a_node_that_finds_no_master_says_where_it_looked_and_gives_up(up):
-    nodes = up("node1", RUN_MODE="point_to_point", JOIN_TIMEOUT="4")
-    assert exit_codes(nodes) == {"node1": 1}
-    assert "node0:29500" in nodes["node1"].stderr
-    assert "Traceback" not in nodes["node1"].stderr
 
 
 def test_delay_is_there_or_said_not_to_be(up):

@@ -85,11 +85,3 @@ def test_two_ranks_that_post_their_receives_first_hang(fails):
     on_gpus(turn)
     test = lambda: on_gpus(turn, FAKE_TIMEOUT="3")  # noqa: E731
     fails("comm.wire.wire.Wire.batch", plain_messages, test, "a deadlock")
-
-
-def test_nccl_refuses_tensors_on_the_host():
-    def on_host(cluster: Cluster) -> None:
-        all_reduce(torch.zeros(3))
-
-    with pytest.raises(RankError, match="No backend type associated with device type cpu"):
-        on_gpus(on_host)

@@ -8,23 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.collectives import Group
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
 from tests.fake_gpu.conftest import REAL
-from tests.fake_gpu.ranks import backend_for, on_gpus
+from tests.fake_gpu.ranks import on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
 from tests.zero import sharded
-from zero.train_fsdp import full_state_dict, shard
 
 SLOW = "0.002"  # seconds
 
@@ -68,24 +65,6 @@ def test_zero_equals_one_process(stage: str):
         make, batch = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
         loss = data_parallel.text_loss
         sharded.compare_with_one_process(cluster, stage, "sgd", make, loss, batch, clip=0.5, **options)
-
-    on_gpus(compare, FAKE_SLOW=SLOW)
-
-
-@pytest.mark.skipif(backend_for(2) != "nccl", reason="FSDP2 takes nccl only, a GPU for each rank")
-def test_fully_shard_equals_one_process():
-    def compare(cluster: Cluster, group: Group = None) -> None:
-        make, (x, y) = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
-        reference, ours = make(0), shard(make(cluster.rank), cluster.device)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (reference, ours)]
-        for _ in range(3):
-            for model, batch in ((reference, (x, y)), (ours, data_parallel.mine(cluster, (x, y)))):
-                data_parallel.text_loss(model, *batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        full = dict(full_state_dict(ours))
-        assert_same({name: full[name] for name in parameters(reference)}, parameters(reference))
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 

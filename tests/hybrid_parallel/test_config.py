@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from comm.script import Usage
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
@@ -219,14 +217,3 @@ def test_a_mistake_is_answered_with_its_line_and_the_cure(text: str, sentence: s
 def test_a_mistake_on_the_command_line_is_answered_with_its_option(words, sentence, read):
     with pytest.raises(WorkbookError, match=f"^{re.escape(sentence)}$"):
         read("num_gpus: 8\npipeline_parallelism: True\n", *words)
-
-
-@given(text=st.text("num_gps: 48\n\t-[]{}#&*!'\"|>%@`,?\u00e9\u2028\x07", max_size=40))
-def test_a_text_of_any_kind_is_read_or_refused_in_a_line(text: str, tmp_path_factory):
-    file = tmp_path_factory.getbasetemp() / "any_text.yaml"
-    for content in (text, "num_gpus: 4\n" + text, f"num_gpus: 4\nlink: {text}"):
-        file.write_text(content)
-        try:
-            load(str(file))
-        except WorkbookError as error:
-            assert str(error).startswith(f"{file}") and "\n" not in str(error)

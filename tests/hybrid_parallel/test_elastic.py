@@ -1,16 +1,13 @@
 """Wherever a rank dies, the survivors train as one process does: each step once, each with the full batch."""
 
-import contextlib
 import functools
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comm.errors import CommError
@@ -148,24 +145,6 @@ def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
             at_step(2, torch.optim.AdamW, "step", and_then(die))
 
     survivors_equal_one_process(4, {0, 3}, disturb)
-
-
-def test_ranks_meet_again_after_one_of_them_has_tried_to_form_a_group_once_more_than_the_others():
-    def disturb(cluster: Cluster) -> None:
-        def in_vain(original: Callable[..., Any]) -> Callable[..., Any]:
-            def form(self: Survivors, store: dist.Store, prefix: str) -> None:
-                with contextlib.suppress(RuntimeError):
-                    nowhere = dist.PrefixStore("nowhere", store)
-                    patience = timedelta(seconds=0.1)
-                    dist.init_process_group("gloo", store=nowhere, rank=0, world_size=2, timeout=patience)
-                original(self, store, prefix)
-
-            return form
-
-        if cluster.rank == 1:
-            at_step(1, Survivors, "_form", in_vain)
-
-    survivors_equal_one_process(3, {2}, disturb, kill=("2@2",), patience=2.0)
 
 
 def test_a_rank_that_hangs_counts_as_dead_and_leaves_when_it_goes_on():

@@ -1,18 +1,12 @@
 """A GPT or an MLP on a mesh trains as on one process: gradients, their norm, parameters, in float64.
 
-Each comparison also refuses a rank that sends other bytes along an axis than the formulas say. The last test
-tries 16 combinations of sizes, always the same. To try others, as many as you like:
-
-    COMBINATIONS=300 .venv/bin/python -m pytest tests/hybrid_parallel/test_equivalence.py -k combination
+Each comparison also refuses a rank that sends other bytes along an axis than the formulas say.
 """
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from expert_parallel.config import MoEConfig
@@ -21,12 +15,11 @@ from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
-from hybrid_parallel.sizes import refuse_sizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import SCHEDULES
-from tests.hybrid_parallel.equivalence import TIME, batch, compare, gpt
+from tests.hybrid_parallel.equivalence import batch, compare, gpt
 
 MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
 MLP = {"mlp": (6, 8, 4, 4, 12, 6)}  # the last layer is divided by its outputs
@@ -217,42 +210,6 @@ def test_an_mlp_on_each_axis_and_on_every_pair():
     )
 
 
-@st.composite
-def combinations(draw: st.DrawFn) -> tuple[Sizes, Experts | None]:
-    """Draw sizes for 1, 2 or 4 ranks, of which refuse_sizes may refuse some."""
-    ranks = draw(st.sampled_from([1, 2, 4, 4]))
-    axes = {}
-    for axis in ("pipeline", "tensor", "context"):
-        axes[axis] = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % n == 0]))
-        ranks //= axes[axis]
-    more = {
-        "zero": draw(st.sampled_from([0, 0, 1, 2, 3])),
-        "attention": draw(st.sampled_from(["ring", "all_to_all"])),
-        "expert_ranks": draw(st.sampled_from([1, 2, 4])),
-        "sequence_parallel": draw(st.booleans()),
-        "schedule": draw(st.sampled_from(list(SCHEDULES))),
-        "microbatches": draw(st.integers(1, 4)),
-        "recompute": draw(st.booleans()),
-    }
-    return Sizes(data=ranks, **axes, **more), draw(st.sampled_from([None, MOE]))
-
-
-@settings(
-    max_examples=int(os.environ.get("COMBINATIONS", 16)),
-    derandomize="COMBINATIONS" not in os.environ,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-@given(combinations())
-def test_a_combination_of_sizes_is_refused_or_trains_as_one_process(combination):
-    sizes, experts = combination
-    rows, num_experts = 2 * sizes.data * sizes.microbatches, experts.moe.num_experts if experts else 1
-    try:
-        refuse_sizes(sizes, gpt().config, rows, sizes.world_size, num_experts)
-    except WorkbookError:
-        return
-    check(sizes, experts=experts)
-
-
 def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
     def work(cluster: Cluster) -> tuple[float, bool]:
         parameter = nn.Parameter(torch.zeros(2))
@@ -261,16 +218,6 @@ def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
         return norm.item(), norm.dtype == torch.float64
 
     assert run_ranks(work, 2) == [(5.0, True), (5.0, True)]
-
-
-def test_a_rank_without_any_gradient_takes_part_in_clipping_on_the_device_of_the_others():
-    def device(cluster: Cluster) -> str:
-        # Each parameter is on the CPU, and the example alone says where the run computes.
-        example = torch.zeros((1, TIME), dtype=torch.int64, device="meta")
-        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes()), example)
-        return hybrid.clip_grad_norm_(1.0).device.type
-
-    assert run_ranks(device, 1) == ["meta"]
 
 
 def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_refused():

@@ -1,7 +1,6 @@
 """scripts/launch_training.sh: what it starts, and what it refuses. No test here starts ranks."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -86,16 +85,6 @@ def test_machines_that_make_no_sense_are_refused_before_any_start(launch, change
     done = launch(*(f"{name}={value}" for name, value in options.items() if value is not None))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == said
-
-
-def test_without_python_it_says_what_to_do(launch, tmp_path):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "dirname"):
-        (tools / name).symlink_to(shutil.which(name))
-    done = launch("--config", "c.yaml", PATH=str(tools))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"There is no Python here; run `make setup` in .*a copy first\.\n", done.stderr)
 
 
 def test_a_mistake_in_the_configuration_is_refused_before_any_start(launch, tmp_path):

@@ -117,17 +117,6 @@ def test_a_reason_names_what_differs():
     assert too_large.reason.startswith("needs ") and "for optimizer state" in too_large.reason
 
 
-def test_a_long_sequence_is_cut_into_pieces_of_2048_tokens_or_more_unless_a_size_is_given():
-    def contexts(length: int, **given: int) -> set[object]:
-        shape = replace(SHAPES["llama-3-8b"], sequence_length=length)
-        found = candidates(shape, H100, 64, 64, {"pipeline": 1, "tensor": 1, "zero": 0, **given})
-        return {sizes.context for sizes in found}
-
-    assert contexts(8192) == {1, 2, 4} and contexts(65_536) == {1, 2, 4, 8, 16, 32}
-    assert contexts(8192, context=16) == {16}
-    assert contexts(48) == {1, 2, 4, 8}
-
-
 def test_replicas_hold_mixtral_without_zero_only_if_they_share_its_experts():
     replicas = {"pipeline": 1, "tensor": 1, "zero": 0}
     found = plans(replace(MIXTRAL, sequence_length=2048), H200, 8, 64, given=replicas)

@@ -11,7 +11,7 @@ from hybrid_parallel.mesh import AXES
 from hybrid_parallel.planner.auto import choose_sizes
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.ranks import RankError, run_ranks
+from lab.ranks import run_ranks
 from training.run import Run
 
 ARGS = HybridArgs(steps=3, batch_size=8, size="tiny", layers=4, json=True)
@@ -76,13 +76,6 @@ def test_without_sizes_the_ranks_are_stages_tensor_ranks_and_replicas_and_sizes_
     assert found == {1: (1, 1, 1, 1), 3: (1, 3, 1, 1)} | mesh
     assert axes(4, tensor=2) == (1, 2, 2, 1) and axes(4, zero=3) == (1, 4, 1, 1) == axes(4, data=4)
     assert axes(4, microbatches=2) == (2, 1, 2, 2)
-
-
-def test_sizes_that_make_no_sense_are_one_sentence_on_all_ranks(capfd):
-    with pytest.raises(RankError, match="zero is 2 beside a pipeline"):
-        run_ranks(
-            lambda cluster: train_hybrid.main(cluster, dataclasses.replace(ARGS, pipeline=2, zero=2)), 2
-        )
 
 
 def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given():

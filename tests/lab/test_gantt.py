@@ -25,15 +25,6 @@ def test_the_picture_shows_each_rank_and_each_kind_in_its_colour(tmp_path):
     assert 1.2 < forward.sum() / step.sum() < 1.8, "6 ms beside 4 ms"
 
 
-def test_an_event_of_no_length_is_a_tick_in_its_colour_as_high_as_its_lane(tmp_path):
-    around = [Event("f", "forward", 0, 200 * MS), Event("b", "backward", 200 * MS, 300 * MS)]
-    picture = draw([*around, Event("launch", "optimizer", 500 * MS, 0, "launches")], tmp_path / "a.png")
-    columns = where(picture, COLORS["optimizer"]).sum(axis=0) > 15  # 0.16 inches are 24; the legend's are 13
-    bars = where(picture, COLORS["forward"]) | where(picture, COLORS["backward"])
-    seen, right = np.flatnonzero(columns), np.flatnonzero(bars.sum(axis=0) > 15).max()
-    assert 2 <= len(seen) <= 5 and abs(seen.mean() - right) < 6
-
-
 def test_panels_stand_one_above_the_other_from_zero_with_one_scale_of_time(tmp_path):
     late = 70_000 * MS  # a clock that has been running
     panels = {

@@ -1,6 +1,5 @@
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,18 +42,6 @@ def test_the_summary_has_the_fields_of_the_design_in_their_order_then_the_extras
     out, err = capfd.readouterr()
     assert out.count("\n") == 1 and json.loads(out) == summary
     assert "step 3/3" in err and "replicas_equal" in err
-
-
-def test_times_and_bytes_have_the_same_form_in_all_rows(capfd):
-    times = {"compute_seconds": 0.0538, "alpha_seconds": 3.14e-5, "predicted_step_seconds": 2.0}
-    run(3, **times, beta_seconds_per_byte=2.5e-10, bytes_formula=774_900, activations_formula_bytes=1.5e6)
-    rows = dict(line.strip("│ ").split(" │ ") for line in capfd.readouterr().out.splitlines() if "│" in line)
-    shown = {name.strip(): value.strip() for name, value in rows.items()}
-    assert (shown["compute_seconds"], shown["alpha_seconds"]) == ("53.80 ms", "31.40 us")
-    assert shown["predicted_step_seconds"] == "2.000 s"
-    assert shown["beta_seconds_per_byte"] == "0.2500 ns (32.00 Gbit/s)"
-    assert (shown["bytes_formula"], shown["activations_formula_bytes"]) == ("774.9 kB", "1.5 MB")
-    assert re.fullmatch(r"[\d.]+ (ns|us|ms|s)", shown["step_seconds"])
 
 
 def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(clock):

@@ -1,9 +1,7 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lab.trace.gantt import Event
-from lab.trace.overlap import COMPUTE, Overlap, difference, intersection, overlap_of, per_step, total, union
+from lab.trace.overlap import Overlap, overlap_of, per_step
 
 SECOND = 1_000_000_000
 
@@ -47,36 +45,3 @@ def test_an_event_belongs_to_the_step_it_starts_in():
     events = [second, early, first, late, after]
     steps = [(1 * SECOND, 5 * SECOND), (5 * SECOND, 9 * SECOND), (20 * SECOND, 30 * SECOND)]
     assert per_step(events, steps) == [[first, late], [second], []]
-
-
-EVENTS = st.lists(
-    st.builds(
-        Event,
-        name=st.just("span"),
-        kind=st.sampled_from(COMPUTE),
-        start_ns=st.integers(-5, 25),
-        duration_ns=st.integers(0, 12),
-        lane=st.just("main"),
-        args=st.just({}),
-        rank=st.just(0),
-    ),
-    max_size=10,
-)
-
-
-def covered(intervals: list[tuple[int, int]]) -> set[int]:
-    """Return the nanoseconds of intervals; fail unless these are sorted, apart and not empty."""
-    ends = [edge for interval in intervals for edge in interval]
-    assert ends == sorted(set(ends))
-    return {at for start, end in intervals for at in range(start, end)}
-
-
-@settings(max_examples=100)
-@given(EVENTS, EVENTS)
-def test_intervals_are_the_same_as_sets_of_nanoseconds(one: list[Event], other: list[Event]):
-    a, b = union(one), union(other)
-    of_one, of_other = ({at for e in events for at in range(e.start_ns, e.end_ns)} for events in (one, other))
-    assert covered(a) == of_one
-    assert covered(intersection(a, b)) == of_one & of_other
-    assert covered(difference(a, b)) == of_one - of_other
-    assert total(a) == len(of_one) / 1e9

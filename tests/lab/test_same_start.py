@@ -43,17 +43,6 @@ def test_ranks_with_the_same_data_pass_and_others_are_named_with_their_python(mo
     assert "(3.11.7 on rank 0, 3.11.7 on rank 1, 3.12.1 on rank 2, 3.12.1 on rank 3)" in error
 
 
-def test_every_rank_names_the_arguments_that_differ_and_their_ranks():
-    common = {"--steps": 10, "--clip": None}
-    arguments = {rank: common | {"--seed": rank % 2, "--lr": 0.01} for rank in range(4)}
-    arguments[2] |= {"--clip": 1.0}
-    [sentence] = set(verdicts([TEXT] * 4, arguments))
-    assert sentence == (
-        "--clip is unset on rank 0, 1, 3 and 1.0 on rank 2; --seed is 0 on rank 0, 2 and 1 on rank 1, 3: "
-        "start all ranks with the same arguments"
-    )
-
-
 def test_a_rank_that_never_reports_is_named_to_the_others():
     start = time.monotonic()
     errors = verdicts([TEXT, TEXT], world_size=3)

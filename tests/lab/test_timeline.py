@@ -94,16 +94,6 @@ def test_gather_brings_all_ranks_events_to_rank_0_on_one_clock():
     assert others == [None, None]
 
 
-def test_save_writes_trace_and_picture_on_rank_0_only(tmp_path):
-    start_recording()
-    with span("forward"):
-        time.sleep(0.001)
-    folder = tmp_path / "new" / "folder"
-    paths, nothing = on_ranks(lambda cluster: timeline.save(cluster, folder, "two"), 2)
-    assert paths == [folder / "trace.json", folder / "timeline.png"] and nothing == []
-    assert [path.stat().st_size > 0 for path in paths] == [True, True]
-
-
 def test_the_trace_has_a_process_per_rank_and_a_thread_per_lane_or_more_where_spans_cross(tmp_path):
     events = [
         Event("all_reduce", "communication", 9_000_002_000, 500, "communication", {"bytes": 8}, rank=1),

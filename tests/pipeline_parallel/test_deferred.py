@@ -100,18 +100,3 @@ def test_what_is_frozen_keeps_nothing_for_later():
             y = module.requires_grad_(False)(x)
         y.sum().backward()
         assert not later
-
-
-def test_what_cannot_wait_is_left_to_autograd():
-    """Weights that are computed from others, inputs without a batch, forwards without gradients."""
-
-    class Halved(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight / 2
-
-    computed = nn.utils.parametrize.register_parametrization
-    compare(computed(nn.Linear(4, 3), "weight", Halved()).double(), some(2, 4))
-    compare(nn.Linear(4, 3).double(), some(4))
-    later: Later = []
-    with deferring(later), torch.no_grad():
-        assert not nn.Linear(2, 2)(torch.ones(1, 2)).requires_grad

@@ -11,7 +11,7 @@ from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.schedules import one_f_one_b, stages_per_rank
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.pipeline_parallel.equivalence import (
@@ -89,31 +89,6 @@ def test_however_the_model_is_cut_it_is_trained_the_same():
             compare_with_one_process(cluster, partial(mlp, 7), table, vectors(4), **options)
 
     run_ranks(compare, 3)
-
-
-def test_under_autocast_every_schedule_computes_in_16_bits_what_one_process_does():
-    """Messages stay in the dtype of the boundaries, and the gradients differ only by rounding."""
-
-    def compare(cluster: Cluster) -> None:
-        x, y = text(4)
-        for name in SCHEDULES:
-            alone = gpt(num_layers=2).float()
-            with torch.autocast("cpu", torch.bfloat16):
-                losses = [
-                    loss_of(alone(part), target) / 2
-                    for part, target in zip(x.chunk(2), y.chunk(2), strict=True)
-                ]
-            sum(losses).backward()
-            expected = dict(alone.named_parameters(remove_duplicate=False))
-            pipeline = Pipeline(gpt(num_layers=2).float(), table_of(name, 2, 2), loss_of, x[:2])
-            with torch.autocast("cpu", torch.bfloat16):
-                pipeline.step(x, y)
-            pipeline.finish_gradient_sync()
-            for key, parameter in pipeline.named_own_parameters().items():
-                error = (parameter.grad - expected[key].grad).norm() / expected[key].grad.norm()
-                assert parameter.grad.dtype == torch.float32 and error < 0.02, (name, key, float(error))
-
-    run_ranks(compare, 2)
 
 
 def test_gradients_of_several_steps_add_up_until_they_are_cleared():

@@ -64,10 +64,6 @@ def test_a_backward_uses_the_activations_of_its_own_microbatch():
     compare("gpipe", "1f1b", n=3, make=partial(mlp, 3), steps=1)
 
 
-def test_a_stage_between_others_hands_back_the_gradient_of_its_own_input():
-    compare("1f1b", n=3, make=partial(mlp, 3), steps=1)
-
-
 def test_messages_meet_the_receives_that_are_meant_for_them():
     """All boundaries have one size, so a message would also fit where another one is expected."""
     compare("interleaved", "zb_v", make=lambda: MLP([6] * 5).double(), batch_of=partial(vectors, width=6))

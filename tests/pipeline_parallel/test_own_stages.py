@@ -15,7 +15,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
-from tests.pipeline_parallel.equivalence import gpt, mlp, parameters_of, text, vectors
+from tests.pipeline_parallel.equivalence import gpt, mlp, text, vectors
 from training.evaluation import evaluating
 
 
@@ -131,14 +131,3 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
     )
     for sentence, start in zip(first, starts, strict=True):
         assert sentence.startswith(start), sentence
-
-
-def test_a_list_of_modules_is_their_composition():
-    def work(cluster: Cluster) -> None:
-        x, _ = vectors(4)
-        model = mlp(3)
-        for modules in (list(model.layers), nn.ModuleList(model.layers), nn.Sequential(*model.layers)):
-            pipeline = Pipeline(modules, one_f_one_b(2, 2), loss_of, x[:2])
-            assert_same(pipeline.full_state_dict(), parameters_of(nn.Sequential(*model.layers)), 0)
-
-    run_ranks(work, 2)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from lab.trace.gantt import Event
 from pipeline_parallel.analysis.page import PageArgs, main, simulation, write_page
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
@@ -58,13 +57,6 @@ def test_the_page_is_one_file_that_names_no_other(page):
     assert not re.search(r"https?:|\bfetch\b|XMLHttpRequest|WebSocket|\bimport\b|url\(|@import", text)
     assert "{{" not in text and "default-src 'none'" in text
     assert re.findall(r"""\b(?:src|href)\s*=\s*["']([^"']*)""", text) == ["data:,"]
-
-
-def test_a_page_of_nothing_and_a_run_of_nothing_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="The page would be empty"):
-        write_page(tmp_path / "a.html", PageArgs(ranks=()))
-    with pytest.raises(ValueError, match="'empty'"):
-        write_page(tmp_path / "a.html", ARGS, {"empty": [Event("x", "wait", 0, 1)]})
 
 
 def test_play_moves_the_time_and_pause_stops_it_and_nothing_asks_the_network(browser, page):

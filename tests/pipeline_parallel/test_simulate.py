@@ -68,13 +68,6 @@ def test_a_table_that_would_never_end_is_refused():
         simulate(rows_of("F0 B0", "F0"), ONES)
 
 
-def test_costs_and_message_sizes_must_be_those_of_the_tables_stages():
-    with pytest.raises(ValueError, match="The table has 2 stages, but the costs are for 3"):
-        simulate(ONE_F_ONE_B, Costs.equal(3, 1, 1, 1))
-    with pytest.raises(ValueError, match="2 stages have 1 boundaries, not 2: give one size for each"):
-        simulate(ONE_F_ONE_B, ONES, Link(1, 1), [1, 1])
-
-
 def test_events_stand_for_the_actions_in_nanoseconds():
     simulation = simulate(rows_of("F0 B0", "F0 I0 W0"), Costs.equal(2, 0.1, 0.2, 0.3))
     tenth = 100_000_000

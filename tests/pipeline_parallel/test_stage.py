@@ -12,7 +12,7 @@ from torch import nn
 
 from lab.launch.errors import WorkbookError
 from lab.models.parts import parts_of
-from pipeline_parallel.balance import costs_of, cut, measured_costs
+from pipeline_parallel.balance import costs_of, cut
 from pipeline_parallel.stage import Stage, stages_of
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
@@ -108,16 +108,6 @@ def test_more_stages_than_parts_are_refused_in_a_sentence():
         assert str(error.value) == (
             "3 parts cannot be cut into 4 stages: take fewer ranks or --chunks, or more --layers."
         )
-
-
-@EACH_MODEL
-def test_measuring_costs_leaves_gradients_and_random_numbers_as_they_are(make, batch_of):
-    model, state = make(), torch.random.get_rng_state()
-    for trains in (True, False):
-        costs = measured_costs(model.requires_grad_(trains), batch_of(2)[0], repeats=1)
-        assert len(costs) == len(parts_of(model)) and all(cost > 0 for cost in costs)
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_the_example_of_the_readme_trains_and_evaluates(capfd):

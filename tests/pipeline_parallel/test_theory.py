@@ -84,9 +84,3 @@ def test_the_formulas_agree_with_the_papers_for_many_microbatches():
     assert idle("zb_h1") == (p - 1) * (f + i - w) == 15
     assert theory.makespan("naive", p, m, v, f, i, w) == m * p * (f + b) == 288
     assert theory.idle("zb_v", p, m, v, 2, 2, 2) == (p - 1) * 2 / 2 == 3
-
-
-def test_an_unknown_schedule_has_no_formula():
-    for ask in (lambda: theory.makespan("2f2b", 2, 2, 1, 1, 1, 1), lambda: theory.held("2f2b", 2, 2, 1, 0)):
-        with pytest.raises(ValueError, match="no formula for schedule '2f2b': choose one of naive, gpipe"):
-            ask()

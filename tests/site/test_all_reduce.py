@@ -123,22 +123,6 @@ def test_bytes_messages_and_seconds_are_those_of_the_cost_formulas(browser: Brow
             assert shown["seconds"] + headers == pytest.approx(seconds, rel=1e-9 if exact else 1e-6)
 
 
-@pytest.mark.parametrize("ranks", [3, 16])
-def test_at_the_end_every_rank_has_the_sum_of_all_and_before_it_some_rank_has_not(
-    browser: Browser, page: Path, ranks: int
-):
-    browser.open(page, f"ranks={ranks}&show={','.join(ALGORITHMS)}")
-    complete = "[...document.querySelectorAll('figure')].map(each => !each.querySelector('.nodes .partial'))"
-    assert not any(browser.js(f"seek(0), {complete}"))
-    assert all(browser.js(f"seek(horizon), {complete}"))
-    for name in ALGORITHMS:
-        almost = browser.js(
-            f"(() => {{ const t = timelineOf('{name}', {ranks}, 4800, 4, 1e-5, 1e-9);"
-            " return contentsAt(t, bordersOf(t), t.seconds * 0.999).flat(); })()"
-        )
-        assert any(bits != 2**ranks - 1 for bits in almost)
-
-
 def test_the_fastest_of_each_size_is_that_of_the_cost_formulas(browser: Browser, page: Path):
     browser.open(page, "ranks=8")
     said = browser.js("document.getElementById('fastest').textContent")

@@ -209,30 +209,3 @@ def test_the_figures_that_the_page_shows_are_those_of_the_lesson(
     words = said(browser, "steps-words")
     assert f"The forward takes {milliseconds(forward)}" in words
     assert f"it takes {milliseconds(both - forward)}." in words
-
-
-def test_it_plays_by_click_and_by_keyboard_and_steps_through_what_begins_and_ends(
-    browser: Browser, page: Path
-):
-    browser.open(page, "time=0")
-    browser.click("#play")
-    browser.until("state.time > 0.02 * horizon")
-    browser.key(" ")  # the button has the focus, but not by keyboard
-    stopped = browser.js("state.time")
-    browser.js("new Promise(done => setTimeout(done, 100))")
-    assert browser.js("state.time") == stopped
-    browser.key("Home")
-    words = "document.querySelector('#charts .words').textContent"
-    heard = [browser.js(words)]
-    for _ in range(3):
-        browser.key("ArrowRight")
-        heard.append(browser.js(words))
-    assert heard == [
-        "Step 1 of 4. 4 ranks compute, 4 messages are on their way.",
-        "Step 1 of 4. 4 ranks compute.",
-        "Step 2 of 4. 3 ranks compute, 1 rank waits, 4 messages are on their way.",
-        "Steps 2 and 3 of 4. 3 ranks compute, 1 rank waits.",
-    ]
-    browser.key("End")
-    assert browser.js(words) == "Done. All queries have met all keys."
-    assert {row[3] for row in rows_of(browser, "states")} == {"done"}
