@@ -4,40 +4,9 @@ A message of b bytes takes alpha + b * beta seconds: alpha is the latency of a m
 byte (Hockney's model, 1994; for collectives: Thakur, Rabenseifner and Gropp, 2005). The arithmetic of a
 reduction is left out, because on a network it takes less time than the transfer of the bytes.
 
-The seconds of each pattern, for n ranks, a full tensor of B bytes, and L = ceil(log2 n):
-
-    broadcast       flat                  alpha + (n-1) B beta
-    broadcast       tree                  L (alpha + B beta)
-    reduce          flat                  alpha + (n-1) B beta
-    reduce          tree                  L (alpha + B beta)
-    reduce          pairwise              n alpha + 2 (n-1)/n B beta
-    scatter         flat                  alpha + (n-1)/n B beta
-    scatter         tree                  L alpha + (n-1)/n B beta
-    gather          flat                  alpha + (n-1)/n B beta
-    gather          tree                  L alpha + (n-1)/n B beta
-    all_gather      ring                  (n-1) (alpha + (B/n) beta)
-    all_gather      bruck                 L alpha + (n-1)/n B beta
-    all_gather      tree                  2 L alpha + (L + (n-1)/n) B beta
-    all_gather      pairwise              (n-1) alpha + (n-1)/n B beta
-    reduce_scatter  ring                  (n-1) (alpha + (B/n) beta)
-    reduce_scatter  tree                  2 L alpha + (L + (n-1)/n) B beta
-    reduce_scatter  pairwise              (n-1) alpha + (n-1)/n B beta
-    all_reduce      ring                  2 (n-1) (alpha + (B/n) beta)
-    all_reduce      tree                  2 L (alpha + B beta)
-    all_reduce      flat                  2 (alpha + (n-1) B beta)
-    all_reduce      recursive_doubling    L (alpha + B beta)
-    all_reduce      halving_doubling      2 L alpha + 2 (n-1)/n B beta
-    all_reduce      pairwise              2 (n-1) alpha + 2 (n-1)/n B beta
-    all_reduce      hierarchical          2 (m-1) (alpha + (B/m) beta) + 2 (h-1) (A + (B/h) b)
-    all_to_all      pairwise              (n-1) alpha + (n-1)/n B beta
-    all_to_all      bruck                 L alpha + (L/2) B beta
-
-The pattern pipelined_ring costs as much as ring. The formulas of the two doublings hold if n is a power of
-two. Another n costs as much as the largest power of two below it, and 2 (alpha + B beta) more. For another n
-an all_to_all with bruck costs less than its formula. In hierarchical n = h m: each of h hosts has m ranks,
-which share the link of their host, with a latency of A seconds and b seconds per byte. Every collective also
-exchanges headers (wire/handshake.py), which takes L alpha. An all_to_all whose parts have different
-sizes exchanges the sizes as well, in another L alpha."""
+`seconds` has the formula of each pattern. The table in comm/README.md adds messages and bytes, and says which
+formulas hold for a power of two only.
+"""
 
 from collections.abc import Sequence
 
@@ -184,6 +153,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         return 0.0
     if pattern == "pipelined_ring" or (pattern == "pairwise" and op not in ("all_to_all", "reduce")):
         pattern = "ring"
+    # The two doublings work on a power of two: the other ranks send their tensors before, and get sums after.
     power = 1 << (n.bit_length() - 1)
     log_power, folds = power.bit_length() - 1, 0 if power == n else 2
     predicted = {
@@ -242,9 +212,9 @@ def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
     return "pipelined_ring" if "pipelined_ring" in good else good[0]
 
 
-def reason(op: str, num_bytes: int, group: Group = None) -> str:
+def reason(op: str, num_bytes: int) -> str:
     """Return why "auto" takes its pattern: the predicted seconds of all patterns of `op`, fastest first."""
-    predicted = _predicted(op, num_bytes, dist.get_world_size(group), link_of(group))
+    predicted = _predicted(op, num_bytes, dist.get_world_size(), link_of())
     in_order = sorted((took, pattern) for pattern, took in predicted.items())
     return ", ".join(f"{pattern} {units.show_seconds(took)}" for took, pattern in in_order)
 
@@ -292,9 +262,8 @@ def _hierarchical(numel: int, itemsize: int, hosts: Hosts, rank: int) -> Traffic
     for start in range(0, numel, per_block):
         block = min(per_block, numel - start)
         sent += traffic("all_reduce", "ring", block, itemsize, m, local)  # within the host
-        sent += traffic(
-            "all_reduce", "ring", shard_sizes(block, m)[local], itemsize, h, host
-        )  # between hosts
+        shard = shard_sizes(block, m)[local]
+        sent += traffic("all_reduce", "ring", shard, itemsize, h, host)  # between hosts
     return sent
 
 
@@ -309,5 +278,4 @@ def _num_children(position: int, ranks: int) -> int:
 
 
 def _log2_up(n: int) -> int:
-    """Return log2 n, rounded up."""
     return (n - 1).bit_length()

@@ -5,10 +5,8 @@
       3. connect  each rank connects to rank 0, which notices when a rank dies and tells the others
       4. group    torch.distributed connects all ranks
 
-The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one. A worker
-that torchrun restarts after a crash finds the keys of the dead worker there, so each attempt has a key prefix
-of its own. If a rank finds an error, it writes the reason into the store, and all ranks give up with the same
-sentence instead of waiting for their timeouts.
+The store is a small key-value server (torch's TCPStore). Under torchrun the agent already runs one. If a rank
+finds an error, it writes the reason into the store, and all ranks give up with the same sentence.
 
 These environment variables are read; defaults are in parentheses:
 
@@ -81,6 +79,7 @@ def join() -> Cluster:
     # 1. The store.
     deadline = time.monotonic() + timeout
     store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
+    # A worker that torchrun restarts after a crash must not find the keys of the dead worker.
     store = dist.PrefixStore(f"attempt_{restart_count()}", store)
     if not refusal:
         _listen_on_one_interface(world_size)

@@ -4,13 +4,9 @@
 
 For each operation a table shows what the ranks hold before and after it, in a tiny tensor. Then a large
 tensor shows the cost of each pattern: bytes and messages counted as they leave, and the measured time beside
-the time that is predicted from this link's alpha and beta (comm/cost.py). The textbook's ring (row `ring`,
-comm/algorithms/ring.py) stands beside the same ring with chunks in segments (row `pipelined_ring`).
-
-If each rank has a network interface of its own, as in a container, the column "on eth0" shows how many bytes
-left through it. This also includes torch's own collectives, whose messages we cannot count.
-
-On GPUs the tour shows torch's own collectives on nccl; with BACKEND=gloo it also shows our patterns.
+the time that is predicted from this link's alpha and beta (comm/cost.py). If each rank has a network
+interface of its own, as in a container, the column "on eth0" shows how many bytes left through it. This also
+includes torch's own collectives, whose messages we cannot count. On nccl there are only these.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
 bus, so a pattern that keeps all links busy is slower than predicted. And LINK, the rate of each container's

@@ -6,11 +6,8 @@
 
 gloo shows a death to the neighbours of the dead rank only. They give up, then their own neighbours lose
 *them*, and in the end three ranks blame three different ranks. With these connections all ranks name the
-one that died first.
-
-A rank also announces here that it has finished, or that it has failed and why. The messages are lines of
-JSON, and the first one of a rank shows a token from the store. A rank that is stuck or paused stays
-connected: only a timeout shows it.
+one that died first. A rank also announces here that it has finished, or that it has failed and why. A rank
+that is stuck or paused stays connected: only a timeout shows it.
 """
 
 import json
@@ -169,7 +166,6 @@ class Liveness:
                 return False
 
     def close(self) -> None:
-        """Close the connection."""
         with self._lock:
             self._connection.end.close()
 

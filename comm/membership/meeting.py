@@ -110,7 +110,6 @@ def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, refusal: s
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
-    """Return when all ranks have reached this stage."""
     store.set(f"{stage}/{rank}", "")
     while missing := _absent(store, world_size, stage):
         raise_if_given_up(store, rank)
@@ -161,5 +160,4 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _say(rank: int, world_size: int, what: str) -> None:
-    """Print one line about the rendezvous to stderr."""
     print(f"rank {rank} of {world_size}: {what}", file=sys.stderr, flush=True)

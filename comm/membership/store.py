@@ -139,7 +139,6 @@ class WatchedStore(dist.PrefixStore):
             nap = min(2 * nap, _LONGEST_NAP)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return its value. Raise CommError as `wait` does."""
         self.wait([key])
         return self._asked(super().get, key)
 
@@ -153,11 +152,9 @@ class WatchedStore(dist.PrefixStore):
         return False
 
     def set(self, key: str, value: str) -> None:
-        """Write a key. Raise CommError if the store has gone."""
         self._asked(super().set, key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its new value. Raise CommError if the store has gone."""
         return self._asked(super().add, key, amount)
 
     def _asked(self, question: Callable[..., T], *args: Any) -> T:

@@ -1,21 +1,16 @@
 """Let plain messages between two ranks travel in both directions without a deadlock, on nccl too.
 
-On gloo a message waits for its receive, and for nothing else. On nccl a pair of ranks has one queue, first
-in, first out, for both directions. That can be a deadlock:
+On nccl a pair of ranks has one queue, first in, first out, for both directions. That can be a deadlock:
 
       rank 0   receive b   send a         the send of a waits behind a receive that waits for b
       rank 1   receive a   send b         the send of b waits behind a receive that waits for a
 
-So on nccl the messages to lower ranks use a second group of the same ranks. Then each queue has one
-direction, in which the order of the sends is the order of the receives.
+So on nccl the messages to lower ranks use a second group of the same ranks, and each queue has one direction.
 
 Also, nccl connects two ranks at their first message, and blocks the host of each rank until the other one
-reaches that message too. In a pipeline schedule that can be a deadlock as well:
-
-      rank 0   posts the receive of a gradient, and is blocked until rank 1 sends the gradient
-      rank 1   computes no gradient before it has the second activation, which rank 0 has not sent yet
-
-So all ranks connect all pairs beforehand, in the same order.
+reaches that message too. In a pipeline schedule rank 0 would be blocked in the receive of a gradient, which
+rank 1 cannot compute before rank 0 has sent it the second activation. So all ranks connect all pairs
+beforehand, in the same order.
 """
 
 from collections.abc import Iterable
@@ -58,7 +53,6 @@ class Channels:
         return self._up if source < destination else self._down
 
     def _connect(self, pairs: list[tuple[int, int]]) -> None:
-        """Send a first message from each source to its destination, one pair after the other."""
         for source, destination in pairs:
             wire = peer_wire(self.of(source, destination), counted=False)
             if wire.rank == source:

@@ -5,15 +5,10 @@
       rank 2   node1, booted as 91c0...  ─┘
 
 Two machines may have the same hostname, but not the same boot id, which Linux draws when it starts. Other
-systems have none, and there the hostname alone counts. Containers have hostnames of their own, so each
-container is a host. The variable WORKBOOK_HOST replaces the hostname, so that ranks of one machine can stand
-for several hosts:
-
-      WORKBOOK_HOST=a    in the environment of ranks 0 and 1
-      WORKBOOK_HOST=b    in that of ranks 2 and 3
-
-Hosts are numbered from 0, in the order of their lowest ranks. The ranks exchange their hashes once for each
-group: over streams together with their addresses (streams.py), over gloo when an algorithm first asks.
+systems have none, and there the hostname alone counts. A container has a hostname of its own, so it is a
+host. With the variable WORKBOOK_HOST, which replaces the hostname, ranks of one machine stand for several
+hosts. The ranks exchange their hashes once for each group: over streams together with their addresses
+(streams.py), over gloo when an algorithm first asks.
 """
 
 import hashlib
@@ -45,7 +40,7 @@ def own_host() -> int:
 
 
 def numbered(hashes: Sequence[int]) -> list[int]:
-    """Return the number of each rank's host, from the hash of each rank's host."""
+    """Return the number of each rank's host, from its hash. Hosts count from 0, by their lowest ranks."""
     numbers = {one: number for number, one in enumerate(dict.fromkeys(hashes))}
     return [numbers[one] for one in hashes]
 
@@ -57,10 +52,7 @@ def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> list[int]:
 
 
 def known_hosts(group: Group) -> list[int]:
-    """Return the number of each rank's host, or an empty list if no operation has exchanged them yet.
-
-    A hierarchical one has.
-    """
+    """Return the number of each rank's host, or an empty list if no operation has exchanged them yet."""
     return _hosts.get(group_of(group), [])
 
 

@@ -4,12 +4,9 @@
       here        |== header ==|= payload =|......... sleep .........|
 
 The clock starts when all ranks have posted the collective and the link is free, because on a real link no
-payload moves before that. Then the payload moves at this machine's own speed. The thread that runs the
-collective sleeps for the rest of the time that the alpha-beta model predicts (comm/cost.py). So the cores are
-as free as with a real network card, and communication hides behind computing as it would there.
-
-A point-to-point message (transport/messages.py) carries the time at which it would arrive: alpha + bytes *
-beta after it was posted and the sender's link was free. Its receiver sleeps until then.
+payload moves before that. The thread that runs the collective sleeps for the rest of the time that the
+alpha-beta model predicts (comm/cost.py). So the cores are as free as with a real network card. A
+point-to-point message carries the time at which it would arrive, and its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
 network card. The simulation cannot make a link faster than the machine is.
@@ -54,13 +51,11 @@ def use(link: Link | None) -> None:
 
 
 def current() -> Link | None:
-    """Return the simulated link in use, or None."""
     return _link
 
 
 @contextmanager
 def slowed(link: Link | None) -> Iterator[None]:
-    """Simulate the link for a `with` block."""
     before = _link
     use(link)
     try:

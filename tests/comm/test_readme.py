@@ -64,8 +64,3 @@ def test_the_formulas_of_hierarchical_are_those_of_cost_on_any_number_of_hosts(h
         sent = cost.traffic("all_reduce", "hierarchical", numel, 4, n, rank, hosts=hosts)
         assert value(messages, n, 4 * numel, h) == sent.messages_sent
         assert value(num_bytes, n, 4 * numel, h) == sent.bytes_sent
-
-
-def test_costs_docstring_has_the_same_formulas_of_seconds():
-    lines = re.findall(r"^ {4}(\w+) +(\w+) +(\S.+)$", cost.__doc__ or "", flags=re.MULTILINE)
-    assert sorted(lines) == sorted((op, pattern, formulas[-1]) for op, pattern, formulas in ROWS)
