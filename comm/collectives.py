@@ -349,12 +349,9 @@ def run_collective(
     return queue.submit(job, async_op)
 
 
-def _begin(
-    header: Header, group: Group, sequence: int, delay: LinkDelay, parts: Parts | None
-) -> Wire | StreamWire:
+def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts: Parts | None) -> Wire:
     """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
-    transport = chosen_transport(group) if group_of(group).size() > 1 else "gloo"
-    wire: Wire | StreamWire
+    transport = chosen_transport() if group_of(group).size() > 1 else "gloo"
     if transport == "gloo":
         wire = Wire(group, header.op, header.pattern, sequence)
     else:
@@ -369,7 +366,7 @@ def _begin(
     return wire
 
 
-def _shard_fits(header: Header, wire: Wire | StreamWire) -> bool:
+def _shard_fits(header: Header, wire: Wire) -> bool:
     """Return whether this rank's own shard has the right size. If not, the header check will fail."""
     fits = shard_sizes(header.full, wire.size)[wire.rank] == header.shard
     return fits or header.op not in SHARDED or (not header.full and header.op in ("scatter", "gather"))

@@ -57,8 +57,8 @@ def _gathered(shard: Tensor, group: Group) -> Tensor:
     return full
 
 
-def on_all(what: str, action: Callable[[], T], group: Group = None) -> list[T]:
-    """Return what `action` returned on each rank of `group`. All call this, and raise if it failed on any.
+def on_all(what: str, action: Callable[[], T]) -> list[T]:
+    """Return what `action` returned on each rank. All ranks call this, and raise if it failed on any.
 
     The action must return a value that `exchange` accepts. All ranks raise the WorkbookError of the lowest
     rank that failed. An error of another kind becomes a WorkbookError "cannot `what`: ...", and so does a
@@ -72,7 +72,7 @@ def on_all(what: str, action: Callable[[], T], group: Group = None) -> list[T]:
         mine = error
         outcome = None, str(error) if isinstance(error, WorkbookError) else f"cannot {what}: {reason(error)}"
     with naming_a_lost_rank(what):
-        outcomes = exchange(outcome, group)
+        outcomes = exchange(outcome)
     failures = [failure for _, failure in outcomes if failure]
     if not failures:
         return [value for value, _ in outcomes]

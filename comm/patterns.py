@@ -6,17 +6,8 @@ default_pattern("all_reduce", group)       # "ring", the first one listed; "torc
 
 `pattern="auto"` takes the pattern that is predicted to be fastest (cost.fastest), from the group's alpha and
 beta. `link_of` measures them: every rank sends to its right neighbour and receives from its left one, all at
-the same time.
-
-      seconds                          . beta: what each further byte costs
-        |                      .
-        |              .
-        |  alpha .                             1 KiB                                     1 MiB
-        +-------------------------------------------------------------------------------- bytes
-
-All links are busy at once, as in most patterns. So ranks that share cores and memory measure a link that is
-as slow as they will find it. It takes some milliseconds at the first "auto" of a group, and all ranks come to
-the same numbers. MPI's libraries choose by such formulas or by measured tables (Pjesivac-Grbovic et al.,
+the same time, as in most patterns. So ranks that share cores and memory measure a link that is as slow as
+they will find it. MPI's libraries choose by such formulas or by measured tables (Pjesivac-Grbovic et al.,
 "Performance analysis of MPI collective operations", 2007).
 """
 
@@ -78,7 +69,7 @@ def link_of(group: Group = None) -> Link:
     if dist.get_world_size(group) == 1:
         return Link(0.0, 0.0)  # a rank alone sends nothing
     links = _links.setdefault(group_of(group), {})
-    circumstances = chosen_transport(group), slow_link.current()
+    circumstances = chosen_transport(), slow_link.current()
     if circumstances not in links:
         with LEDGER.paused():
             small, large = (_seconds(size, group) for size in (SMALL_BYTES, LARGE_BYTES))

@@ -52,7 +52,6 @@ class StreamMessage:
             place.copy_(self.tensor)
 
     def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
         verb, preposition = self._verb.split()
         name = self._streams.names[self._peer]
         return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", name)
@@ -112,7 +111,7 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
 
 def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True) -> PlainTransfer:
     """Start a message over the group's streams, or over gloo or nccl."""
-    members, transport = group_of(group), chosen_transport(group)
+    members, transport = group_of(group), chosen_transport()
     if transport == "gloo" or dist.get_backend(members) != "gloo" or members.size() == 1:
         wire = peer_wire(members, counted)
         return wire.isend(tensor, peer) if verb == "send to" else wire.irecv(tensor, peer)

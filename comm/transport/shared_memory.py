@@ -6,20 +6,13 @@
        the sender's         ..######......             the receiver's
                            tail      head
 
-Two copies need not take longer than one: the sender copies the next piece while the receiver copies the last
-one out of the cache, each on its own core. `head` and `tail` count all bytes so far, so the buffer holds
-head - tail of them. Each counter has one writer.
+`head` and `tail` count all bytes so far, so the buffer holds head - tail of them. Each counter has one
+writer. The sender copies the next piece while the receiver copies the last one out of the cache. A rank that
+has nothing to do sets its `sleeps`, looks at the counters once more, and sleeps. README.md says under
+"Visibility" why both ranks need memory fences for that.
 
-A rank that has nothing to do sets its `sleeps`, looks at the counters once more, and sleeps. The other one
-moves its counter, looks at `sleeps`, and wakes the sleeper. Between the store and the look each of them needs
-a memory fence: a processor may load before its own earlier store is visible to others. Then each would miss
-what the other has done, and both would sleep.
-
-The memory has no name (memfd, Linux). Its descriptor travels over the connection of the two ranks. So nothing
-is left behind when they end, and another program cannot have made a segment of the same name.
-
-The socket of a connection carries no messages then. It wakes a rank that sleeps, and it shows that the other
-rank has died.
+The memory has no name (memfd, Linux), so nothing is left behind. Its descriptor travels over the socket of
+the connection. This socket then wakes a rank that sleeps, and shows that the other rank has died.
 """
 
 import mmap
@@ -119,13 +112,24 @@ class Done(Protocol):
     done: bool
 
 
-class MemoryOut:
+class End:
+    """One end of a connection to a peer."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    def sleep(self, sleeps: bool) -> None:
+        """Tell the peer whether this rank has to be woken. (The kernel does that for a socket.)"""
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class OutEnd(End):
     """The end into which this rank sends its messages, in the order of `post`."""
 
-    def __init__(self, end: socket.socket, segment: Segment) -> None:
-        self.socket, self._segment = end, segment
-        self._words, self._ring = segment.words, segment.ring
-        self._head = self._num_taken = 0
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(end)
         self._queue: deque[tuple[memoryview, Done]] = deque()
 
     @property
@@ -136,6 +140,15 @@ class MemoryOut:
     def post(self, data: memoryview, transfer: Done) -> None:
         """Queue a message. `transfer.done` becomes true when its memory may be changed."""
         self._queue.append((data, transfer))
+
+
+class MemoryOut(OutEnd):
+    """The end of a connection over shared memory into which this rank sends."""
+
+    def __init__(self, end: socket.socket, segment: Segment) -> None:
+        super().__init__(end)
+        self._segment, self._words, self._ring = segment, segment.words, segment.ring
+        self._head = self._num_taken = 0
 
     def push(self) -> bool:
         """Copy messages to the ring buffer as far as they fit. Return whether any message has moved on."""
@@ -169,21 +182,19 @@ class MemoryOut:
         return select.POLLIN if self.is_busy or waits_for_confirmation else 0
 
     def sleep(self, sleeps: bool) -> None:
-        """Tell the receiver whether this rank has to be woken."""
         self._words[SENDER_SLEEPS] = sleeps
 
     def close(self) -> None:
-        """Close the connection, and free its memory."""
-        self.socket.close()
+        super().close()
         self._segment.close()
 
 
-class MemoryIn:
-    """The end from which this rank receives the messages of a peer."""
+class MemoryIn(End):
+    """The end of a connection over shared memory from which this rank receives."""
 
     def __init__(self, end: socket.socket, segment: Segment) -> None:
-        self.socket, self._segment = end, segment
-        self._words, self._ring = segment.words, segment.ring
+        super().__init__(end)
+        self._segment, self._words, self._ring = segment, segment.words, segment.ring
         self._tail = 0
 
     def receive(self, into: memoryview) -> int:
@@ -210,12 +221,10 @@ class MemoryIn:
             wake(self.socket)
 
     def sleep(self, sleeps: bool) -> None:
-        """Tell the sender whether this rank has to be woken."""
         self._words[RECEIVER_SLEEPS] = sleeps
 
     def close(self) -> None:
-        """Close the connection, and free its memory."""
-        self.socket.close()
+        super().close()
         self._segment.close()
 
 

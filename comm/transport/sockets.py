@@ -4,11 +4,9 @@
 
 A connection carries messages in one direction, from the rank that has connected. So two ranks never have to
 agree which of two connections they keep. All ranks know all addresses and tokens (streams.py exchanges them).
-Another program may connect as well, but it does not know the token, and its connection is closed.
-
-    TCP           on the interface that leads to the other ranks
-    Unix socket   between ranks of one machine: less than half of TCP's time for a byte. The hello may bring
-                  memory that both share (shared_memory.py)
+Another program may connect as well, but it does not know the token, and its connection is closed. Ranks of
+one machine use a Unix socket, which takes less than half of TCP's time for a byte. Its hello may bring memory
+that both share (shared_memory.py).
 """
 
 import hashlib
@@ -18,12 +16,11 @@ import select
 import socket
 import struct
 import sys
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 
 from comm.transport import shared_memory
-from comm.transport.shared_memory import Done, Segment
+from comm.transport.shared_memory import End, OutEnd, Segment
 from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qq")  # token, rank
@@ -101,7 +98,6 @@ class Listener:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Stop listening."""
         for listening in self._listening:
             listening.close()
 
@@ -171,21 +167,8 @@ def _name(token: int) -> str:
     return f"\0workbook-{hashlib.sha256(_TOKEN.pack(token)).hexdigest()[:16]}"
 
 
-class StreamOut:
-    """The end of a connection into which this rank sends its messages, in the order of `post`."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self._queue: deque[tuple[memoryview, Done]] = deque()
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a message has not left completely."""
-        return bool(self._queue)
-
-    def post(self, data: memoryview, transfer: Done) -> None:
-        """Queue a message. `transfer.done` becomes true when the kernel has taken its last byte."""
-        self._queue.append((data, transfer))
+class StreamOut(OutEnd):
+    """The end of a socket into which this rank sends. A message is done when the kernel has its last byte."""
 
     def push(self) -> bool:
         """Give the kernel as much as it takes. Return whether it has taken anything. Raise OSError."""
@@ -221,19 +204,12 @@ class StreamOut:
         """Return the events for which select.poll should wait."""
         return (select.POLLOUT if self._queue else 0) | (select.POLLIN if waits_for_confirmation else 0)
 
-    def sleep(self, sleeps: bool) -> None:
-        """Do nothing: the kernel wakes this rank."""
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.socket.close()
-
-
-class StreamIn:
-    """The end of a connection from which this rank receives the messages of a peer."""
+class StreamIn(End):
+    """The end of a socket from which this rank receives."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.socket = end
+        super().__init__(end)
         self._unconfirmed = 0
 
     def receive(self, into: memoryview) -> int:
@@ -254,10 +230,3 @@ class StreamIn:
         self._unconfirmed += 1
         with suppress(BlockingIOError):
             self._unconfirmed -= self.socket.send(bytes(self._unconfirmed))
-
-    def sleep(self, sleeps: bool) -> None:
-        """Do nothing: the kernel wakes this rank."""
-
-    def close(self) -> None:
-        """Close the connection."""
-        self.socket.close()

@@ -3,12 +3,10 @@
       rank 0 ──► rank 1     [header][message][message]   [header][message] ...      one direction
                              operation 7                  operation 8
 
-A stream needs no tags: each operation starts with the rows of its handshake (handshake.py), and its messages
-follow in the order in which they were posted. A message leaves at once, while the rows are on their way, and
-it is read after the check of the headers. So the check costs two ranks no round of its own.
-
-A message to a rank that gets a row in a later round of the handshake waits for that row: the receiver expects
-the row first.
+Each operation starts with the rows of its handshake (handshake.py). Its messages leave at once, while the
+rows are on their way, and are read after the check of the headers. So the check costs two ranks no round of
+its own. A message to a rank that gets a row in a later round of the handshake waits for that row: the
+receiver expects the row first.
 """
 
 from collections.abc import Callable
@@ -16,39 +14,29 @@ from collections.abc import Callable
 import torch
 
 from comm.transport.streams import Streams, streams_of
-from comm.wire.wire import AnyWire, Group, bytes_of, check_peer
-from lab.ranks.waiting import Wait
+from comm.wire.wire import Group, Transfer, Wire, bytes_of, check_peer
 from lab.trace.ledger import LEDGER
 
 
-class StreamTransfer:
-    """A message in flight. It holds its tensor, so that the memory is not freed before the end."""
+class StreamTransfer(Transfer):
+    """A message of a StreamWire in flight."""
 
     def __init__(
         self, wire: "StreamWire", tensor: torch.Tensor, peer: int, verb: str, header: bool = False
     ) -> None:
-        self._wire, self.tensor, self._peer, self._verb, self._header = wire, tensor, peer, verb, header
+        super().__init__(wire, None, tensor, peer, verb, header)
+        self._streams = wire.streams
         self.done = not tensor.nbytes  # an empty tensor is not sent
 
     def wait(self) -> None:
-        """Block until the message has arrived, or has left so that its tensor may be changed.
-
-        Raise CommError if a peer has gone, or at the group's timeout.
-        """
         if not self._header:
             self._wire.finish_handshake()
         if not self.done:
-            self._wire.streams.move_until(self, self._peer)
-
-    def awaited(self) -> Wait:
-        """Return for whom `wait` blocks (lab/ranks/waiting.py)."""
-        verb, preposition = self._verb.split()
-        message = "a header" if self._header else f"{self.tensor.nbytes} bytes"
-        return Wait(f"{verb} {message} {preposition}", self._wire.streams.names[self._peer], self._wire.op)
+            self._streams.move_until(self, self._peer)
 
 
-class StreamWire(AnyWire):
-    """Start sends and receives of one operation among the ranks of `group`, over its streams."""
+class StreamWire(Wire):
+    """A Wire whose messages leave over the streams of its group."""
 
     receives_ahead = 2  # segments whose receives are posted at a time: the others wait in the stream
 
@@ -64,7 +52,6 @@ class StreamWire(AnyWire):
 
     @property
     def full_numel(self) -> int:
-        """Return the number of elements of the full tensor, of which a rank may know only its own shard."""
         self.finish_handshake()
         return self._full_numel
 
@@ -73,7 +60,6 @@ class StreamWire(AnyWire):
         self._full_numel = numel
 
     def finish_handshake(self) -> None:
-        """Check that all ranks' headers fit, before this rank reads its first message."""
         if self._check is not None:
             super().finish_handshake()
             deferred, self._deferred = self._deferred, []  # they refer to this wire, which should be freed

@@ -4,19 +4,11 @@
           for each peer:  give the kernel what is queued for it, take what has arrived from it
           if nothing moved:  sleep until the kernel has something to take or to give
 
-gloo hands every message to a thread of its own: the caller posts it, sleeps, and is woken when it has
-arrived. On a few busy cores the wake-ups take longer than the copies. Here the rank itself moves the bytes.
-It moves those of every posted message, not only of the awaited one. Otherwise two ranks that send each other
-more than the kernel buffers would both wait for their own send.
-
-The messages of a stream arrive in the order in which they were posted, so they need no tags.
-
-A group has two sets of streams, because collectives and point-to-point messages mix in any order:
-
-    collectives       all ranks call each one, after an exchange of headers that has shown what will come
-    point to point    two ranks call it. So each message brings its number of bytes along (Frame), its send is
-                      done when the receiver has confirmed it, and its rank may compute, or wait for something
-                      else, while it travels: then a thread of the streams moves it
+README.md says why the rank itself moves the bytes of every posted message ("Progress"), and why the messages
+of a stream need no tags ("Order"). A group has two sets of streams, because collectives and point-to-point
+messages mix in any order. The headers of a collective have shown what will come. A point-to-point message
+brings its number of bytes along (Frame), and its send is done when the receiver has confirmed it. A thread of
+the streams moves it while its rank computes.
 """
 
 import atexit
@@ -132,7 +124,6 @@ class Peer:
         )
 
     def close(self) -> None:
-        """Close the connections to the peer."""
         for end in (self.out, self.incoming):
             if end is not None:
                 end.close()
@@ -159,10 +150,10 @@ class Streams:
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
-        self._all = list(self._peers.values())
+        self.peers = list(self._peers.values())
         for end in self._bell:
             end.setblocking(False)
-        for peer in self._all:
+        for peer in self.peers:
             peer.has_frames = has_frames
         self._listener = Listener(self.size)
         self._store: dist.Store | None = None
@@ -174,7 +165,7 @@ class Streams:
         for name, (_, port, _, _) in zip(self.names, rows, strict=True):
             if port == 0:
                 raise CommError(f"{self.what}: rank {name} has no address to which a peer could connect.")
-        for peer in self._all:
+        for peer in self.peers:
             address, port, token, _ = rows[peer.rank]
             peer.address = address, port, token
 
@@ -182,10 +173,6 @@ class Streams:
         """Write this rank's address to the store, where a peer finds it once one of the two has a message."""
         self._store = dist.PrefixStore(f"messages/{self.transport}", store)
         self._store.set(str(self.rank), json.dumps(self._listener.address()))
-
-    def peers(self) -> list[Peer]:
-        """Return all other ranks."""
-        return self._all
 
     def post_send(self, dst: int, data: memoryview, transfer: Done) -> None:
         """Queue a message. The stream is made at the first one. Raise CommError if that cannot be."""
@@ -213,7 +200,7 @@ class Streams:
         """Move what can be moved now, and let a thread move the rest while this rank does something else."""
         with self._lock:
             self._tell(self._move())
-            if self._helper is None and any(peer.is_busy for peer in self._all):
+            if self._helper is None and any(peer.is_busy for peer in self.peers):
                 self._helper = threading.Thread(target=self.in_background, name=_HELPER, daemon=True)
                 self._helper.start()
 
@@ -221,7 +208,7 @@ class Streams:
         """Move messages every few milliseconds until all are done, unless another thread does."""
         while not _is_ending.wait(_NAP):
             with self._lock:
-                if not any(peer.is_busy and not peer.has_left for peer in self._all):
+                if not any(peer.is_busy and not peer.has_left for peer in self.peers):
                     self._helper = None
                     return
                 if not self._a_thread_sleeps:
@@ -275,7 +262,7 @@ class Streams:
     def finish(self) -> None:
         """Move messages until all that were posted are done."""
         with self._lock:
-            for peer in self._all:
+            for peer in self.peers:
                 while peer.is_busy:
                     self._move_once(peer, None)
 
@@ -295,7 +282,7 @@ class Streams:
         if self._move() or self._spin() or (transfer is not None and transfer.done):
             self._tell(True)
             return
-        for peer in [awaited] if self.has_frames else self._all:
+        for peer in [awaited] if self.has_frames else self.peers:
             if peer.has_left and (peer.is_busy or self.has_frames):
                 self._accept()  # it may have connected and sent before it left
                 if self._move():
@@ -316,7 +303,7 @@ class Streams:
         """Connect to peers for which something is posted. Return whether all of these are connected."""
         if not self.has_frames:
             return True  # all addresses are known, so the first post has connected
-        unmet = [peer for peer in self._all if peer.out is None and peer.is_busy and not peer.has_left]
+        unmet = [peer for peer in self.peers if peer.out is None and peer.is_busy and not peer.has_left]
         for peer in unmet:
             self._talk_to(peer, verb if peer is awaited else "reach")
         return all(peer.out is not None for peer in unmet)
@@ -324,7 +311,7 @@ class Streams:
     def _move(self) -> bool:
         """Move what can be moved of any message, without waiting. Return whether anything has moved."""
         moved = False
-        for peer in self._all:
+        for peer in self.peers:
             try:
                 if peer.out is not None and peer.out.is_busy and not peer.has_left:
                     moved |= peer.out.push()
@@ -364,7 +351,7 @@ class Streams:
             self._lock.acquire()
             return
         something, outs, ins = select.poll(), {}, {}
-        for peer in self._all:
+        for peer in self.peers:
             if peer.has_left:
                 continue
             if peer.incoming is not None and peer.posted:
@@ -409,7 +396,7 @@ class Streams:
 
     def _announce_sleep(self, sleeps: bool) -> None:
         if self._is_local:
-            for peer in self._all:
+            for peer in self.peers:
                 if peer.out is not None:
                     peer.out.sleep(sleeps and peer.is_busy)
                 if peer.incoming is not None:
@@ -426,8 +413,7 @@ class Streams:
                 self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment)
 
     def close(self) -> None:
-        """Close all connections."""
-        for peer in self._all:
+        for peer in self.peers:
             peer.close()
         for end in self._bell:
             end.close()
@@ -474,7 +460,7 @@ def message_streams_of(group: dist.ProcessGroup, transport: str) -> Streams:
         return made[transport, True]
 
 
-def transports_of(pattern: str, group: Group = None) -> set[str]:
+def transports_of(pattern: str) -> set[str]:
     """Return how a pattern's messages leave this rank: by shared_memory, sockets, gloo or nccl.
 
     The pattern "direct" stands for the point-to-point messages of all groups.
@@ -482,11 +468,11 @@ def transports_of(pattern: str, group: Group = None) -> set[str]:
     if pattern == "direct":
         keys = [(made, key) for made in _streams.values() for key in made if key[1]]
     else:
-        keys = [(_streams.get(group_of(group), {}), (chosen_transport(group), False))]
-    peers = [peer for made, key in keys if key in made for peer in made[key].peers()]
+        keys = [(_streams.get(group_of(None), {}), (chosen_transport(), False))]
+    peers = [peer for made, key in keys if key in made for peer in made[key].peers]
     ends = [end for peer in peers for end in (peer.out, peer.incoming) if end is not None]
-    if not ends or pattern == "torch" or chosen_transport(group) == "gloo":
-        return {dist.get_backend(group)}
+    if not ends or pattern == "torch" or chosen_transport() == "gloo":
+        return {dist.get_backend()}
     return {"shared_memory" if isinstance(end, MemoryOut | MemoryIn) else "sockets" for end in ends}
 
 

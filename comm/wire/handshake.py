@@ -5,11 +5,8 @@
 
 gloo kills a receiver whose buffer has the wrong size, delivers garbage for a wrong dtype, and leaves ranks
 that call different operations waiting for each other. So before the payload moves, every rank sends a 64-byte
-header to every other rank, in ceil(log2 n) rounds (Bruck's all-gather). If the headers do not fit, *all*
-ranks raise the same error, and the group stays usable.
-
-The rounds cost latency. So on streams the first messages leave while the headers are in flight
-(comm/transport/stream_wire.py).
+header to every other rank, in ceil(log2 n) rounds. If the headers do not fit, *all* ranks raise the same
+error, and the group stays usable.
 """
 
 import struct
@@ -22,7 +19,7 @@ import torch
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.wire.wire import AnyWire, Wire
+from comm.wire.wire import Wire
 
 OPS = (
     "barrier",
@@ -40,9 +37,7 @@ PATTERNS = (
     *("pairwise", "bruck", "hierarchical"),
 )
 REDUCTIONS = ("none", "sum", "mean", "max", "min", "product")
-DTYPES = tuple(
-    sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str),
-)
+DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
@@ -56,10 +51,8 @@ ROW_BYTES = _ROW.size
 class Header:
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
 
-    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes.
-
-    `ready` is not compared. It is the time, in nanoseconds, from which a simulated slow link could carry the
-    payload (slow_link.py).
+    The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes. `ready` is not
+    compared. It is the time, in nanoseconds, from which a simulated slow link could carry the payload.
     """
 
     op: str
@@ -102,7 +95,7 @@ class RowExchange:
     algorithms for all-to-all communications in multiport message-passing systems", 1997).
     """
 
-    def __init__(self, wire: AnyWire, row: bytes) -> None:
+    def __init__(self, wire: Wire, row: bytes) -> None:
         self._wire, self._row_bytes = wire, len(row)
         self._rows = bytearray(row) + bytearray((wire.size - 1) * len(row))
         self._have = 1
@@ -131,7 +124,7 @@ class RowExchange:
         return bytes(self._rows[here:] + self._rows[:here])
 
 
-def exchange_numbers(wire: AnyWire, mine: Sequence[int]) -> list[tuple[int, ...]]:
+def exchange_numbers(wire: Wire, mine: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the numbers of each rank, in rank order. All ranks pass equally many, of 64 bits."""
     row = struct.Struct(f"={len(mine)}q")
     return list(row.iter_unpack(RowExchange(wire, row.pack(*mine)).finish()))
@@ -140,7 +133,7 @@ def exchange_numbers(wire: AnyWire, mine: Sequence[int]) -> list[tuple[int, ...]
 class HeaderExchange:
     """The exchange of headers. It starts when made. `finish()` sets `wire.full_numel`, the largest `full`."""
 
-    def __init__(self, wire: AnyWire, mine: Header) -> None:
+    def __init__(self, wire: Wire, mine: Header) -> None:
         self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, mine.pack())
 
     def finish(self) -> int:
@@ -163,10 +156,9 @@ class HeaderExchange:
 def wait_until_all_have_read(wire: Wire) -> None:
     """Return when all ranks have read all headers, so that this rank may raise its Mismatch.
 
-    A rank that raised it at once might exit, and so close its connections while a slower rank still sends on
-    them. The slower rank would report a lost connection instead of the Mismatch. This is a dissemination
-    barrier (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988). A connection
-    that is lost here is ignored: the peer has passed the barrier, or has died.
+    A rank that raised it at once might exit, and a slower one would report a lost connection instead of the
+    Mismatch. This is a dissemination barrier (Hensgen, Finkel and Manber, "Two algorithms for barrier
+    synchronization", 1988). A connection that is lost here is ignored: the peer has passed it, or has died.
     """
     n, r, distance = wire.size, wire.rank, 1
     while distance < n:
@@ -226,7 +218,7 @@ def _cure(headers: list[Header]) -> str:
     return "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
 
 
-def check_parts(wire: AnyWire, out_sizes: list[int], in_sizes: list[int]) -> None:
+def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect.
 
     The ranks exchange the sizes of their parts. An all-to-all whose parts all have one size needs no such

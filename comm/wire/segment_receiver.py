@@ -6,23 +6,20 @@ import torch
 
 from comm.wire.wire import Transfer, Wire
 
-AHEAD = 8
-
 
 class SegmentReceiver:
     """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
-    Receives are posted ahead, because over gloo a payload moves only after its receive has been posted. Only
-    a few are posted at a time (`wire.receives_ahead`, or 8), so that their buffers are small and stay in the
-    cache. The segments after these `sizes` arrive directly in the tensors of `then`; `last` holds the
-    transfers of those.
+    Receives are posted ahead, because over gloo a payload moves only after its receive has been posted, but
+    only `wire.receives_ahead` at a time, so that their buffers stay in the cache. The segments after these
+    `sizes` arrive directly in the tensors of `then`; `last` holds the transfers of those.
     """
 
     def __init__(
         self, wire: Wire, src: int, sizes: list[int], dtype: torch.dtype, then: Sequence[torch.Tensor] = ()
     ) -> None:
         self._wire, self._src, self._sizes, self._then = wire, src, sizes, then
-        self._ahead = getattr(wire, "receives_ahead", AHEAD)
+        self._ahead = wire.receives_ahead
         self._slots = torch.empty(min(self._ahead, len(sizes)), max(sizes, default=0), dtype=dtype)
         self._posted: list[Transfer] = []
         self.last: list[Transfer] = []

@@ -6,17 +6,14 @@
       arriving.wait(), leaving.wait()
 
 A `Wire` belongs to one operation of one group, and its ranks are ranks of the group. It numbers the messages
-between each pair of ranks, so an algorithm needs no tags.
-
-The turn of an operation is its sequence number in the group, reduced to 10 bits (0 stands for plain
-point-to-point messages). A tag has 31 bits: the turn, and 20 bits for the number of the message.
+between each pair of ranks, so an algorithm needs no tags. A tag has 20 bits for this number, and 10 for the
+turn of the operation: its sequence number in the group, or 0 for plain point-to-point messages.
 """
 
 import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,49 +29,6 @@ MessageCounts = defaultdict[int, int]  # messages so far by peer
 
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection was likely closed")
 _TURN_BITS, _NUMBER_BITS = 10, 20
-
-
-class AnyWire:
-    """What a Wire and a StreamWire (transport/stream_wire.py) have in common: an operation and its check."""
-
-    def __init__(self, group: "Group", op: str, pattern: str) -> None:
-        self.group = group_of(group)
-        # Call methods of the group: the functions of torch.distributed take many times as long.
-        self.rank: int = self.group.rank()  # this rank's number in the group, from 0
-        self.size: int = self.group.size()  # the number of ranks
-        self.op, self.pattern, self.axis = op, pattern, axis_of(self.group)
-        self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
-        self._check: Callable[[], None] | None = None
-
-    @property
-    def names(self) -> list[int]:
-        """Return the ranks of the group's members among all ranks of the job, for errors."""
-        return global_ranks(self.group)
-
-    def set_handshake(self, check: Callable[[], None]) -> None:
-        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
-        self._check = check
-
-    def finish_handshake(self) -> None:
-        """Check that all ranks' headers fit, before this rank waits for its first message."""
-        check, self._check = self._check, None
-        if check is not None:
-            check()
-
-    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Any:
-        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.
-
-        An empty tensor is not sent, and its receiver does not wait for it.
-        """
-        raise NotImplementedError
-
-    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Any:
-        """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Return when all messages of this rank have left."""
-        raise NotImplementedError
 
 
 class Transfer:
@@ -118,8 +72,10 @@ class Transfer:
         return Wait(f"{verb} {message} {preposition}", peer, operation)
 
 
-class Wire(AnyWire):
+class Wire:
     """Start sends and receives of one operation among the ranks of `group`."""
+
+    receives_ahead = 8  # segments whose receives are posted at a time
 
     def __init__(
         self,
@@ -130,16 +86,41 @@ class Wire(AnyWire):
         numbers: tuple[MessageCounts, MessageCounts] | None = None,
         counted: bool = True,
     ) -> None:
-        super().__init__(group, op, pattern)
+        self.group = group_of(group)
+        # Call methods of the group: the functions of torch.distributed take many times as long.
+        self.rank: int = self.group.rank()  # this rank's number in the group, from 0
+        self.size: int = self.group.size()  # the number of ranks
+        self.op, self.pattern, self.axis = op, pattern, axis_of(self.group)
+        self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         self.counted = counted
+        self._check: Callable[[], None] | None = None
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
+
+    @property
+    def names(self) -> list[int]:
+        """Return the ranks of the group's members among all ranks of the job, for errors."""
+        return global_ranks(self.group)
+
+    def set_handshake(self, check: Callable[[], None]) -> None:
+        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
+        self._check = check
+
+    def finish_handshake(self) -> None:
+        """Check that all ranks' headers fit, before this rank waits for its first message."""
+        check, self._check = self._check, None
+        if check is not None:
+            check()
 
     def finish(self) -> None:
         """Do nothing: an algorithm has waited for its messages. (On streams some may still be leaving.)"""
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
+        """Start to send a contiguous tensor. Keep the transfer and the tensor as they are until `wait()`.
+
+        An empty tensor is not sent, and its receiver does not wait for it.
+        """
         check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, dst, "send to")
@@ -153,6 +134,7 @@ class Wire(AnyWire):
         return Transfer(self, work, tensor, dst, "send to", header)
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
+        """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
         check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
         if not tensor.nbytes:
             return Transfer(self, None, tensor, src, "receive from")
