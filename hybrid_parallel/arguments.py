@@ -90,10 +90,7 @@ class HybridArgs(ClipArgs, TrainArgs):
 
 
 def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
-    """Return how the ranks are divided.
-
-    Raise WorkbookError if `data` is None and the other axes do not divide the number of ranks.
-    """
+    """Return how the ranks are divided. Raise WorkbookError if the axes do not divide their number."""
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
     given = [sizes[axis] for axis in ("pipeline", "data", "tensor")]
     if given == [None] * 3 and (args.context, args.zero, args.experts) == (1, 0, 1):

@@ -61,8 +61,7 @@ KEYS |= {name: hint for name, hint in OPTIONS.items() if name not in KEYS}
 class Config:
     """Holds a run's arguments and its number of processes.
 
-    With `auto` a planner chooses the sizes, except those in `given`, and `args` has them only after that. The
-    batch is then batch_size x num_gpus examples, so that all plans train the same.
+    With `auto` a planner chooses sizes that are not in `given`; a step has batch_size x num_gpus examples.
     """
 
     args: HybridArgs
@@ -219,10 +218,7 @@ class Settings:
         return value
 
     def blame(self, error: WorkbookError) -> WorkbookError:
-        """Return a refusal with the places of the entries in front whose option it names.
-
-        What follows a colon or semicolon is advice, and may name what is not wrong.
-        """
+        """Return a refusal with the places of the entries that it names before a colon or semicolon."""
         fact = re.split("[:;]", str(error).replace("--", "").replace("-", "_"))[0]
         named = [
             entry for field, entry in self._entries.items() if re.search(rf"\b({field}|{entry.key})\b", fact)
@@ -233,10 +229,7 @@ class Settings:
 
 
 def read_file(path: str) -> list[Entry]:
-    """Return the entries of a YAML file. Raise WorkbookError if it has none.
-
-    Only texts are read, and nothing is constructed from them, so a file can contain no program.
-    """
+    """Return the entries of a YAML file, all of them texts. Raise WorkbookError if it has none."""
     example = "write one key and its value a line, such as num_gpus: 8"
     try:
         root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.SafeLoader)

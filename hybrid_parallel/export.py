@@ -42,10 +42,7 @@ class ExportArgs:
 
 
 def export(folder: Path, out: Path) -> int:
-    """Write the model of a checkpoint to the file `out`, and return the number of its tensors.
-
-    Raise WorkbookError if there is no checkpoint, it is damaged, or `out` cannot be written.
-    """
+    """Write a checkpoint's model to the file `out`; return its number of tensors, or raise WorkbookError."""
     found = checkpoint.read_manifest(*_find(folder))
     checkpoint.verify(found)
     full = {

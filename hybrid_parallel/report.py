@@ -109,8 +109,7 @@ def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
     """Return the report's rows on experts, for the last step. All ranks must call it.
 
     `imbalance` is the tokens of the busiest expert / their mean, in the least balanced block.
-    `dropped_tokens` counts, over all blocks and replicas, how often a token was not sent to an expert that it
-    had chosen. All replicas of a stage know the counts of all of them, so one rank of each stage counts.
+    `dropped_tokens` counts how often a token was not sent to an expert that it had chosen.
     """
     layers = layers_of(hybrid.module)
     chosen_bE = [torch.stack(layer.chosen).sum((0, 1)).tolist() for layer in layers]

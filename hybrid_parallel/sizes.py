@@ -69,10 +69,7 @@ class ParallelSizes:
         return self.pipeline * self.tensor * (self.replicas if self.zero == 3 else 1)
 
     def ranks_along(self, axis: str) -> int:
-        """Return the number of ranks that communicate with each other along an axis.
-
-        Along the data axis all replicas average gradients, also those that have the same examples.
-        """
+        """Return the number of ranks that communicate along an axis; all replicas average gradients."""
         special = {"data": self.replicas, "expert": self.expert_ranks}
         return special[axis] if axis in special else getattr(self, axis)
 
@@ -91,8 +88,7 @@ def refuse_sizes(
 ) -> None:
     """Raise WorkbookError if `world_size` ranks cannot train the model of `config` in this way.
 
-    `batch_size` is the number of examples in a step, over all ranks together. `num_experts` is that of a
-    layer; 1 means a dense model.
+    `batch_size` counts the examples of a step over all ranks. With 1 for `num_experts` the model is dense.
     """
     for axis in ("pipeline", "data", "context", "tensor", "expert_ranks", "microbatches", "chunks"):
         if getattr(sizes, axis) < 1:

@@ -135,7 +135,6 @@ def _of_divided_experts(hybrid: HybridParallel, expected: ExpectedTraffic) -> Tr
 
 
 def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
-    """Yield the modules of each stage of this rank."""
     stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
     for stage in stages:
         yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
@@ -162,7 +161,6 @@ def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
 
 
 def _of_numbers(count: int, group: Group) -> Traffic:
-    """Return the traffic of all-reduces of one number in float64."""
     return sum(
         [expected_traffic("all_reduce", chosen_pattern("all_reduce", group), 1, 8, group)] * count, Traffic()
     )

@@ -1,8 +1,6 @@
 """Compare gradients and parameters with a single-process reference.
 
-The loss alone proves nothing: with a wrong gradient scale Adam trains almost as well. If a tensor differs by
-a constant factor, the message names the factor, because it usually shows the mistake. A factor equal to the
-world size, for example, shows that the gradients were summed instead of averaged.
+The loss alone proves nothing: with a wrong gradient scale Adam trains almost as well.
 """
 
 import hashlib
@@ -37,10 +35,9 @@ def reference_gradients(module: nn.Module, loss_of: Callable[[nn.Module], Tensor
 def assert_same(actual: Tensors, expected: Tensors, rtol: float = 1e-9, what: str = "gradient") -> None:
     """Raise AssertionError, naming every tensor that differs, unless all agree.
 
-    Two tensors agree if no element differs by more than `rtol` times the largest expected element: sums in
-    another order differ by rounding, which is relative to the summands. A gradient that is zero except for
-    rounding (the bias of the keys in attention) is compared relative to a millionth of the largest element of
-    all tensors. `rtol=0` requires equal values. A tensor that is missing on one side differs.
+    No element may differ by more than `rtol` times the largest expected element of its tensor. A gradient
+    that is zero except for rounding (the bias of the keys in attention) is compared relative to a millionth
+    of the largest element of all tensors. A constant factor is named: the world size shows a sum, not a mean.
     """
     floor = 1e-6 * max((_largest(t) for t in expected.values() if t is not None), default=0.0)
     complaints = [f"{name}: only one side has it" for name in sorted(actual.keys() ^ expected.keys())]

@@ -10,8 +10,7 @@ import torch.distributed as dist
 class Cluster:
     """Describe a rank of the job: its number, the world size, its device, and the store.
 
-    `store` is a key-value store that all ranks share until the job ends. The modules of `lab` use it, for
-    example to compare digests or to align clocks. Prefix your keys with the name of your module.
+    `store` is a key-value store that all ranks share. Prefix your keys with the name of your module.
     """
 
     rank: int

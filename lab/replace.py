@@ -26,10 +26,7 @@ def active() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replaced(path: str, implementation: Any) -> Iterator[None]:
-    """Replace the object at `path`, such as "comm.cost.seconds" or "module.Class.method", in a `with` block.
-
-    Raise LookupError if there is no object of that name.
-    """
+    """Replace the object at `path`, such as "comm.cost.seconds", in a `with` block, or raise LookupError."""
     owner, name = _locate(path)
     original = owner.__dict__[name]
     own_bindings = _bindings(implementation, path)
@@ -62,7 +59,6 @@ def apply(replacements: dict[str, Any]) -> Iterator[None]:
 
 
 def _locate(path: str) -> tuple[Any, str]:
-    """Return the module or class that has the object at `path`, and the object's name in it."""
     owner_path, _, name = path.rpartition(".")
     try:
         owner = pkgutil.resolve_name(owner_path)
@@ -75,9 +71,7 @@ def _locate(path: str) -> tuple[Any, str]:
 def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
     """Return the modules, with the names, that bind this object, which belongs to `path`.
 
-    Libraries do not bind our objects, so they are searched only for objects of libraries. This saves memory:
-    reading an object changes its reference count, so a rank that reads thousands of modules would have to
-    copy the memory pages that it shares with the process from which it was forked.
+    Libraries do not bind our objects, and reading theirs would copy memory pages that a forked rank shares.
     """
     packages = {name.partition(".")[0] for name in list(sys.modules)}
     if not _is_library(path.partition(".")[0]):

@@ -1,8 +1,4 @@
-"""Read times and rates (0.2ms, 1gbit), and show times, sizes and rates (75.97 ms, 1.5 MB, 19.20 Gbit/s).
-
-Input is spelled as in tc(8) and in the variable LINK of docker-compose.yaml. Output has a space before the
-unit. Times and rates are shown with four digits, sizes with one decimal.
-"""
+"""Read times and rates (0.2ms, 1gbit), and show times, sizes and rates (75.97 ms, 1.5 MB, 19.20 Gbit/s)."""
 
 import re
 

@@ -21,11 +21,10 @@ SECONDS = 1.5  # for all runs of a size; one run may take longer
 def measure_all_reduce(
     pattern: str, group: Group = None, repeats: int = 5, device: torch.device | None = None
 ) -> Link:
-    """Return the alpha and beta that explain the times of this group's all-reduces, the same on every rank.
+    """Return the alpha and beta that explain the times of this group's all-reduces. All ranks must call it.
 
-    With "auto" they are those of the pattern that is chosen for large tensors. They come from medians of
-    `repeats` all-reduces of tensors on `device`. On a slow link there are fewer, of smaller tensors, so that
-    the measurement takes two or three seconds. On a single rank both are 0. All ranks must call it.
+    They come from medians of `repeats` all-reduces on `device`; on a slow link there are fewer, of smaller
+    tensors. With "auto" they are those of the pattern for large tensors. On a single rank both are 0.
     """
     ranks = torch.distributed.get_world_size(group)
     if ranks == 1:

@@ -22,11 +22,10 @@ Message = tuple[float, int]  # seconds of computing before it is ready, and its 
 def step_seconds(
     compute: float, optimizer: float, messages: Sequence[Message], wire: Callable[[int], float]
 ) -> float:
-    """Return the predicted seconds of a step.
+    """Return the predicted seconds of a step, with `compute` seconds of forward and backward.
 
-    Forward and backward take `compute` seconds. The optimizer takes `optimizer` seconds, and starts when
-    the last message has arrived. A message takes `wire(num_bytes)` seconds; `messages` are in the order in
-    which they start.
+    The optimizer takes `optimizer` seconds after the last message has arrived. A message takes
+    `wire(num_bytes)` seconds; `messages` are in the order in which they start.
     """
     free = 0.0
     for ready, num_bytes in messages:

@@ -31,10 +31,7 @@ def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]
 
 
 def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dict[str, str]:
-    """Return the names of the patterns and of their transports; first the one that has sent most bytes.
-
-    `traffic` is what the steps have sent. On a single rank, which sends nothing, the pattern is `pattern`.
-    """
+    """Return the names of the patterns and transports in `traffic`; without messages, those of `pattern`."""
     by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
     patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
     patterns = list(dict.fromkeys(patterns))

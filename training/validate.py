@@ -85,10 +85,7 @@ def validate_shares(batch_size: int, ranks: int) -> None:
 
 
 def validate_nccl(cluster: Cluster, what: str) -> None:
-    """Refuse a technique of PyTorch's own on GPUs with gloo; `what` is its name.
-
-    It hands tensors of GPUs to the backend itself. gloo reads them as host memory, and the process dies.
-    """
+    """Refuse a technique of PyTorch's own on GPUs with gloo, which would read their memory as the host's."""
     if cluster.device.type == "cuda" and dist.get_backend() != "nccl":
         raise WorkbookError(
             f"{what} sends tensors of GPUs by itself, which only nccl can; leave BACKEND out and give each "

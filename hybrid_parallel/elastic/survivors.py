@@ -168,10 +168,7 @@ class Survivors:
         return store, json.loads(store.get(f"{number}/names"))
 
     def _decide(self, number: int) -> list[int]:
-        """Return the names of the ranks that go on: this rank and those that have asked it.
-
-        Wait for at most `patience` seconds until every other rank has asked or died.
-        """
+        """Return the names of the ranks that go on: this one and those that ask within `patience` seconds."""
         missing = {name for name in self.names if name != self.name}
         deadline = time.monotonic() + self.patience
         while missing and time.monotonic() < deadline:

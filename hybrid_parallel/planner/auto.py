@@ -30,10 +30,7 @@ def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
 def choose_sizes(
     cluster: Cluster, args: HybridArgs, num_processes: int, given: Mapping[str, Any]
 ) -> ParallelSizes:
-    """Return the planner's choice for what the ranks measure: their link, and their rate of computing.
-
-    All ranks call it. Rank 0 chooses, and the others get its choice: what they measure differs a little.
-    """
+    """Return rank 0's choice for the link and the rates that the ranks measure. All ranks must call it."""
     machine = measured_machine(cluster, slow_link.parse(args.link) if args.link else None)
     moe = moe_of(args)
     experts = (1, 1) if moe is None else (moe.num_experts, moe.top_k)
@@ -47,10 +44,7 @@ def choose_sizes(
 
 
 def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
-    """Return the machine that the ranks run on, as they measure it at the same time. All ranks must call it.
-
-    With `link` their communication is as slow as on that link. Ranks measure a little different machines.
-    """
+    """Return the machine that the ranks run on, as they measure it over `link`. All ranks must call it."""
     pattern = default_pattern("all_reduce")
     with slow_link.slowed(link):
         link = measure_all_reduce(pattern, device=cluster.device)

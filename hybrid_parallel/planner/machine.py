@@ -87,11 +87,10 @@ class Handling:
 class Machine:
     """Holds a device, the number of them in a node, and the links of each device within and between nodes.
 
-    On a machine without accelerators the devices are processes that share `cores`; a device's rates are then
-    those of a core. `handling` is the time of a core that collectives take on a rank. `hides_reductions` says
-    whether column-parallel layers hide their collectives in the backward, as tensor_parallel/layers.py
-    does; the programs of the published runs on GPUs did not. `autocast` says whether bf16 is only the type in
-    which the model computes, as in this workbook; Megatron-LM has its parameters and gradients in bf16, too.
+    Without accelerators the devices are processes that share `cores`, and their rates those of a core.
+    `handling` is the time of a core that collectives take on a rank. `hides_reductions` says whether column-
+    parallel layers hide their collectives in the backward, as tensor_parallel/layers.py does. `autocast` says
+    whether bf16 is only the type in which the model computes, and parameters and gradients are float32.
     """
 
     device: Device
@@ -163,10 +162,9 @@ MACHINES = {
 
 
 def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machine:
-    """Return nodes of a named device, or with "this" the machine that this process runs on.
+    """Return nodes of a named device, or with "this" this machine, which `devices` ranks share.
 
-    `devices` is the number of ranks that share this machine, and `link` the link between them; without it
-    messages take no time. For named devices `link` replaces the one between nodes.
+    `link` is the one between nodes or, on this machine, between ranks. None there: messages take no time.
     """
     if device == "this":
         return this_machine(devices, link or Link(0.0, 0.0))
@@ -192,11 +190,7 @@ COPIED_BYTES = 4 << 20
 
 @cache
 def measure_rates() -> Device:
-    """Return the rates of a core of this machine. The measurement takes about a second.
-
-    The times are CPU times of a thread. That clock stands still while others have the core, so the rates are
-    those of a core, however many ranks share it and whatever else the machine does.
-    """
+    """Return the rates of a core of this machine, from CPU times, which do not depend on other processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -50,10 +50,7 @@ class Memory:
 
 
 def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory:
-    """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step.
-
-    `autocast` is that of a Machine.
-    """
+    """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
     of_ranks = (
         replace(
             memory_of_rank(shape, sizes, batch, rank, autocast), deferred=_deferred(shape, sizes, batch, rank)
@@ -141,10 +138,7 @@ def _most_held(schedule: str, pipeline: int, microbatches: int, before: float, a
 
 
 def state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]:
-    """Return the bytes of a parameter, of its gradient and of its optimizer state.
-
-    Autocast leaves parameters and gradients in float32, whatever the type in which the model computes.
-    """
+    """Return the bytes of a parameter, its gradient and optimizer state; autocast leaves all in float32."""
     return STATE["float32" if autocast else sizes.precision]
 
 
@@ -155,11 +149,7 @@ def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float:
 
 @cache
 def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, as even as possible.
-
-    If some stages are one layer longer than others, they are stage 1 and those after it, because the first
-    and the last stage also have the embeddings and the head.
-    """
+    """Return the number of layers of each stage: as even as possible, and longer ones from stage 1 on."""
     least, longer = divmod(num_layers, num_stages)
     order = [*range(1, num_stages - 1), 0, num_stages - 1]  # with one stage, the last two are the same
     return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
@@ -176,8 +166,7 @@ def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
 def fullest_ranks(sizes: ParallelSizes) -> set[int]:
     """Return the pipeline ranks of which one holds the most, and one computes the most.
 
-    Rank 1 has as many layers as any other rank, because longer stages begin there. The first and the last
-    rank have the embeddings or the head, or hold the most microbatches.
+    Rank 1 has as many layers as any other. The first and the last have the ends, or hold the most.
     """
     return {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
 

@@ -44,10 +44,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a division of the ranks, its predicted memory and seconds, and why it is the best or is not.
-
-    A plan that does not fit into the memory of a device has None as `seconds`.
-    """
+    """Holds a division, its memory and seconds (None if it does not fit), and why it is the best or not."""
 
     sizes: ParallelSizes
     memory: Memory
@@ -78,10 +75,9 @@ def plans(
     precision: Precision = "bf16",
     given: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
-    """Return all plans, the best one first, and those that do not fit at the end, the smallest one first.
+    """Return all plans, the best one first, those that do not fit last. Raise WorkbookError if there is none.
 
-    `batch` is the number of examples in a step, over all devices together. `given` are fields of
-    ParallelSizes that must stay as they are. Raise WorkbookError if no plan is possible.
+    `batch` counts the examples of a step. `given` are fields of ParallelSizes that must stay as they are.
     """
     given = given or {}
     for what, number in (("devices", devices), ("examples in a step", batch)):
@@ -166,10 +162,7 @@ def candidates(
 
 
 def _most_context(shape: AnyShape) -> int:
-    """Return the largest number of ranks that cut a sequence, if none is given.
-
-    Models with short sequences are here to learn with, so theirs may be cut among up to 8 ranks.
-    """
+    """Return the largest number of ranks that cut a sequence, which is 8 for models to learn with."""
     length = shape.sequence_length
     return length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
 

@@ -97,7 +97,6 @@ class ModelShape:
 
     @property
     def _feed_forward(self) -> Numbers:
-        """Return the parameters of one expert, or of a dense feed-forward."""
         matrices = 3 if self.gated else 2
         bias = (matrices - 1) * self.inner_width if self.learns_bias else 0
         return Numbers(matrices * self.width * self.inner_width + bias, self.width * self.learns_bias)
@@ -162,10 +161,7 @@ class ModelShape:
 
     @property
     def reductions(self) -> float:
-        """Return how often the tensor axis adds up the width of a token in the forward of a layer.
-
-        It does so after attention, and after each expert that the token has passed.
-        """
+        """Return how often the tensor axis adds up a token's width: after attention and each expert."""
         return 1.0 + self.active_experts
 
     def kept_bytes(self, c: int) -> Numbers:
@@ -305,10 +301,7 @@ SHAPES = {
 
 
 def shape_of(model: str, **changes: Any) -> AnyShape:
-    """Return the shape of a named model, or the one that a config.json describes, with some fields changed.
-
-    Raise WorkbookError if there is no such name or file, or if the file describes another kind of model.
-    """
+    """Return a named model's shape, or that of a config.json, with changes, or raise WorkbookError."""
     if model in SHAPES:
         return replace(SHAPES[model], **changes)
     if model == "mlp":
@@ -324,10 +317,7 @@ def shape_of(model: str, **changes: Any) -> AnyShape:
 
 
 def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_experts: int = 1) -> AnyShape:
-    """Return the shape of one of this workbook's models, whose MLPs may be mixtures of experts.
-
-    Raise WorkbookError for experts of a model without blocks, or for more active experts than there are.
-    """
+    """Return the shape of a model of this workbook. Raise WorkbookError for experts that it cannot have."""
     if isinstance(config, MLPConfig):
         if experts > 1:
             raise WorkbookError(f"experts is {experts}, and an MLP has no blocks to put them in; take a gpt.")
@@ -365,10 +355,7 @@ KINDS = ("gpt2", "llama", "mistral", "qwen2", "mixtral")  # all but the first ha
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Return the shape that a Hugging Face config.json describes. The file is read as data and runs no code.
-
-    Raise WorkbookError if it cannot be read, or describes an architecture that differs from a ModelShape.
-    """
+    """Return the shape that a Hugging Face config.json describes; raise WorkbookError for another kind."""
     try:
         given = json.loads(path.read_text())
     except FileNotFoundError:

@@ -114,10 +114,7 @@ def collective(op: str, size: float, ranks: int, link: Link, pattern: str = "rin
 
 
 class TimeModel:
-    """Predicts the steps of one model on one machine; `batch` counts the examples of a step, over all ranks.
-
-    What several plans have in common is computed once.
-    """
+    """Predicts the steps of one model on one machine; `batch` counts the examples of a step, on all ranks."""
 
     def __init__(self, shape: AnyShape, machine: Machine, batch: int) -> None:
         self.shape, self.machine, self.batch = shape, machine, batch
@@ -125,10 +122,7 @@ class TimeModel:
         self._makespans: dict[Hashable, float] = {}
 
     def utilisation(self, sizes: ParallelSizes, seconds: float, causal: bool = False) -> float:
-        """Return the share of the devices' peak rate that the model's own operations take (MFU).
-
-        `causal` is that of `AnyShape.flops_per_token`.
-        """
+        """Return the share of the devices' peak rate that the model's own operations take (MFU)."""
         operations = self.shape.flops_per_token(causal) * self.batch * self.shape.sequence_length
         peak = self.machine.device.peak_flops[sizes.precision] * self.machine.share
         return operations / (seconds * peak * sizes.world_size)
@@ -167,10 +161,7 @@ class TimeModel:
         return Seconds(**parts, overhead=sum(parts.values()) * overhead / (1 - overhead))
 
     def layer(self, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
-        """Return a layer's forward, input gradient and weight gradient for one microbatch.
-
-        Each computes for about as long as the others. The input gradient includes recomputation.
-        """
+        """Return a layer's forward, input gradient (with recomputation) and weight gradient."""
         axes = (sizes.data, sizes.context, sizes.attention, sizes.tensor, sizes.expert_ranks)
         key = (*axes, sizes.microbatches, sizes.sequence_parallel, sizes.precision, sizes.recompute)
         if key not in self._layers:
@@ -204,10 +195,7 @@ class TimeModel:
         return tokens * operations / sizes.tensor / self.machine.device.attention_flops(sizes.precision)
 
     def _reading(self, sizes: ParallelSizes) -> float:
-        """Return the seconds in which a core reads a layer's parameters before it multiplies with them.
-
-        A GPU reads them while it multiplies.
-        """
+        """Return the seconds in which a core reads a layer's parameters; a GPU reads while it multiplies."""
         if self.machine.cores is None:
             return 0.0
         numbers = sum(self.shape.dense_parameters) + sum(self.shape.expert_parameters) / sizes.expert_ranks
@@ -238,10 +226,7 @@ class TimeModel:
         return forward, _waiting_for("tensor", exposed, handling)
 
     def _context(self, sizes: ParallelSizes) -> tuple[Pass, Pass]:
-        """Return what the context axis adds to a layer's forward and backward: context_parallel/cost.py.
-
-        With the zigzag cut each rank computes an n-th of its attention in each step of the ring.
-        """
+        """Return what the context axis adds to a layer's forward and backward: context_parallel/cost.py."""
         shape, machine, n, t = self.shape, self.machine, sizes.context, sizes.tensor
         if n == 1:
             return Pass(), Pass()
@@ -294,10 +279,7 @@ class TimeModel:
         return sending + counts, sending
 
     def _ends(self, sizes: ParallelSizes) -> tuple[float, float]:
-        """Return the seconds before the layers and after them in the forward; the backward takes twice that.
-
-        After the layers come the head and the loss.
-        """
+        """Return the forward's seconds before the layers, and after them for the head and the loss."""
         device, (tokens, c) = self.machine.device, self._numbers(sizes)
         first, last = (2 * weights / device.flops(sizes.precision) for weights in self.shape.end_weights)
         last += self.shape.last_numbers[1] * (2 * c + 4) / device.bytes_per_second
@@ -362,8 +344,7 @@ class TimeModel:
     def _data(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides.
 
-        All n replicas reduce gradients; those of an expert only the n/e replicas that hold it. `forward` and
-        `backward` are the seconds of a rank's layers in a microbatch.
+        All n replicas reduce gradients; those of an expert only the n/e replicas that hold it.
         """
         if sizes.replicas == 1:
             return 0.0
@@ -405,5 +386,4 @@ class TimeModel:
         return numbers / owners * ADAM_BYTES / self.machine.device.bytes_per_second / self.machine.share
 
     def _fullest(self, sizes: ParallelSizes) -> int:
-        """Return the place in the pipeline of a rank with the most parameters."""
         return max(fullest_ranks(sizes), key=lambda rank: parameters_of(self.shape, sizes, rank))

@@ -7,7 +7,6 @@ class WorkbookError(RuntimeError):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """Return what IPython shows: the text, without a traceback."""
         return str(self).splitlines()
 
 

@@ -18,10 +18,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def interface_bytes_sent(name: str = "eth0") -> int | None:
-    """Return the bytes that the interface has sent, headers of all layers included, or None if it is missing.
-
-    In a container `eth0` carries only the traffic of the job. On a laptop all ranks share `lo`.
-    """
+    """Return the bytes that the interface has sent, with the headers of all layers; None if it is missing."""
     try:
         return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
     except OSError:
@@ -31,8 +28,7 @@ def interface_bytes_sent(name: str = "eth0") -> int | None:
 def own_address() -> str:
     """Return the IPv4 address under which the other ranks reach this one. Raise OSError if there is none.
 
-    It is the address of the interface that GLOO_SOCKET_IFNAME names, or else of the one that leads to
-    MASTER_ADDR. The hostname does not help: on many machines it resolves to 127.0.1.1.
+    It is that of the interface GLOO_SOCKET_IFNAME, or else of the one that leads to MASTER_ADDR.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface.startswith("lo"):
@@ -102,9 +98,8 @@ def open_sockets() -> set[int]:
 def shut_down_connections(before: Collection[int] | None = None, kept_ports: Collection[int] = ()) -> None:
     """Shut down this process's connections, as its death would: every wait for a peer ends with an error.
 
-    An operation that is under way holds its group, so destroying the group would close nothing. The sockets
-    of `before` stay, and those with one of the ports at either end. Without `before` only TCP is shut down,
-    because connections within the machine may lead to the parent.
+    The sockets of `before` stay, and those with one of the ports at either end. Without `before` only TCP is
+    shut down, because connections within the machine may lead to the parent.
     """
     for descriptor, inode in _sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
@@ -118,7 +113,6 @@ def shut_down_connections(before: Collection[int] | None = None, kept_ports: Col
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Yield the descriptor and the inode number of each open socket."""
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # such as the one of this folder, which is closed by now
             found = os.fstat(int(name))

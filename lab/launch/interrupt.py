@@ -40,10 +40,8 @@ class StopRequest:
     Stopped.BY_USER, which is greater, after the others. A SIGINT or SIGTERM more than `FORWARDED_SECONDS`
     after the first of them raises KeyboardInterrupt; an earlier one counts as the same signal.
 
-    Python runs signal handlers in the main thread only, and not during a C++ call: a rank that waits in a
-    collective reacts when the collective returns. In another thread the block does nothing, and a stop is
-    never requested. If a launcher has blocked SIGUSR1 (lab/launch/torchrun.py), the block receives one that
-    was sent before its start, and ignores those after its end.
+    A rank that waits in a collective reacts when the collective returns. Outside of the main thread the block
+    does nothing. If a launcher has blocked SIGUSR1, the block receives one that was sent before its start.
     """
 
     def __init__(self) -> None:

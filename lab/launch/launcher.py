@@ -26,8 +26,7 @@ def restart_count() -> int:
 def run_in_a_child() -> None:
     """Under torchrun, start this script again as a child process, and end as it ends; return in the child.
 
-    torchrun ends all ranks as soon as one of its processes fails. If the child is killed by SIGKILL, this
-    process ends well, so that the other ranks may go on.
+    If SIGKILL ends the child, this process ends well: torchrun ends all ranks as soon as a process fails.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _CHILD in os.environ:
         return
@@ -43,10 +42,7 @@ def run_in_a_child() -> None:
 
 
 def end_with_launcher(rank: int) -> None:
-    """End this process, with a message, when its launcher dies: torchrun or the launcher of make run.
-
-    A rank that was started by hand has no launcher, and may outlive its shell.
-    """
+    """End this process, with a message, when its launcher dies: torchrun or the launcher of make run."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher = int(os.environ.get(PID) or os.getppid())
         threading.Thread(target=_end_after, args=[launcher, rank], daemon=True).start()

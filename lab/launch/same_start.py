@@ -26,11 +26,7 @@ _NAP = 0.002  # seconds between two checks of the store
 def check_same_start(
     cluster: Cluster, data: Tensor, arguments: Mapping[str, Any], timeout: float | None = None
 ) -> None:
-    """Return if all ranks have the same data and arguments. Otherwise raise the same WorkbookError on all.
-
-    Every rank writes a report to `cluster.store`, and waits for the others' reports: at most `timeout`
-    seconds, by default the store's own timeout.
-    """
+    """Return if all ranks have the same data and arguments. Otherwise raise the same WorkbookError on all."""
     store = cluster.store
     prefix = f"lab.same_start/{store.add(f'lab.same_start/calls/{cluster.rank}', 1)}"
     values = {name: "unset" if value is None else str(value) for name, value in arguments.items()}
@@ -51,7 +47,6 @@ def data_digest(data: Tensor) -> str:
 
 
 def _compare(reports: list[dict[str, Any]]) -> str:
-    """Return an error text if the ranks' reports are not all equal, else an empty text."""
     odd = [str(rank) for rank, report in enumerate(reports) if report["digest"] != reports[0]["digest"]]
     if odd:
         pythons = [f"{report['python']} on rank {rank}" for rank, report in enumerate(reports)]

@@ -39,10 +39,7 @@ def cores_id() -> str:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Set the number of threads to this rank's share of its cores, unless OMP_NUM_THREADS is set.
-
-    `num_ranks` is the number of ranks that use these cores.
-    """
+    """Set the number of threads to this rank's share of its cores, unless OMP_NUM_THREADS is set."""
     if not os.environ.get("OMP_NUM_THREADS"):
         share = len(own_cores()) // num_ranks
         torch.set_num_threads(max(1, min(share, torch.get_num_threads())))

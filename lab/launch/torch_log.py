@@ -14,9 +14,6 @@ _ERROR = 2  # INFO 0, WARNING 1
 def hide_torch_warnings() -> None:
     """Let torch's C++ code print errors only, unless TORCH_CPP_LOG_LEVEL sets another level.
 
-    One warning on GPUs is hidden as well: if a thread of the backward is the first to multiply matrices, it
-    finds no CUDA context, makes one, and says so.
-
     torch reads that variable when it is imported. After the import only the flag inside torch has an effect.
     """
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

@@ -1,12 +1,8 @@
 """Run torchrun, but without its own traceback, with a quick end at Ctrl-C, and with SIGUSR1 for all ranks.
 
-After a rank's one-line error torchrun itself prints thirty lines of its own traceback, and ends with code 1
-instead of the rank's. After Ctrl-C it waits half a minute for a rank inside a collective, which cannot react.
-SIGUSR1, by which a scheduler asks for a checkpoint (lab/launch/interrupt.py), kills it. And each of its runs
-leaves a folder in the temporary directory.
-
-`make run` gets a rendezvous whose store is not open to the network. On a cluster, scripts/slurm.sbatch and
-scripts/kubernetes.yaml start this on each machine, with --nnodes and a rendezvous of torchrun.
+After a rank's one-line error torchrun prints thirty lines of its own traceback, and ends with code 1 instead
+of the rank's. After Ctrl-C it waits half a minute for a rank inside a collective. SIGUSR1, by which a
+scheduler asks for a checkpoint (lab/launch/interrupt.py), kills it.
 """
 
 import logging
@@ -72,8 +68,7 @@ def main(argv: list[str]) -> int:
 def _local_rendezvous() -> list[str]:
     """Register a rendezvous of this launcher alone, whose store listens on 127.0.0.1; return its options.
 
-    torch's own (`torchrun --standalone`) opens its store on all interfaces, and unpickles a state from it: a
-    program that reaches the port can run code in the launcher. Here the store holds numbers and JSON.
+    torch's own (`torchrun --standalone`) opens its store on all interfaces, and unpickles a state from it.
     """
     from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -103,8 +98,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _pass_stop_requests_on() -> None:
     """Send a SIGUSR1 that this process receives to all ranks.
 
-    It is blocked in the launcher, where a thread waits for it, and so in the ranks, which inherit that: one
-    that arrives while a rank imports torch does not kill the rank, but waits for its StopRequest.
+    Ranks inherit that it is blocked: one that arrives while a rank imports torch waits for its StopRequest.
     """
     if FROM_SCHEDULER:
         signal.pthread_sigmask(signal.SIG_BLOCK, [FROM_SCHEDULER])

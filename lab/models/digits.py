@@ -1,5 +1,4 @@
-"""Load handwritten digits of 8x8 pixels. They are in the repository (their source:
-lab/models/data/README.md).
+"""Load handwritten digits of 8x8 pixels, whose source is in lab/models/data/README.md.
 
 Shapes by suffix: n images, c channels (one), h and w pixels.
 """
@@ -17,8 +16,7 @@ NUM_TRAIN = 1500
 def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (train_images_nchw, train_labels_n, test_images_nchw, test_labels_n), always the same split.
 
-    Images are float32 from 0 (paper) to 1 (ink), and labels are int64 from 0 to 9. The first 1500 are for
-    training, the last 297 for testing. The file keeps the images of a writer together, so the test images are
+    Images are float32 from 0 (paper) to 1 (ink), and labels are int64 from 0 to 9. The 297 test images are
     mostly by other writers than the training images.
     """
     with np.load(FILE, allow_pickle=False) as data:

@@ -30,11 +30,7 @@ FILES = LISTING.split()
 
 
 def load_corpus(root: Path | None = None) -> Tensor:
-    """Return all of `FILES` in order, one uint8 per byte, shape (bytes,).
-
-    `root` is the folder of the standard library, by default this Python's own. Raise WorkbookError, which
-    names the first missing file.
-    """
+    """Return all `FILES` below `root` as uint8, shape (bytes,). Raise WorkbookError for a missing file."""
     root = root or Path(sysconfig.get_path("stdlib"))
     corpus = bytearray()
     for name in FILES:
@@ -71,8 +67,7 @@ def global_batch(
 def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
     """Return a rank's part of a global batch, a view: the rank-th of `world_size` equal parts of dimension 0.
 
-    Raise WorkbookError if the parts would not be equal, because then the mean of the ranks' means would not
-    be the mean over the batch.
+    Raise WorkbookError if the parts would not be equal.
     """
     if len(batch) % world_size:
         raise WorkbookError(

@@ -22,10 +22,7 @@ __all__ = ["COLORS", "show", "show_events"]
 
 
 def show(figure: Figure, alt: str) -> None:
-    """Display a matplotlib figure as PNG, and close it. `alt` says in a sentence what the picture shows.
-
-    The background is white, so that the picture can be read on light and dark pages.
-    """
+    """Display a matplotlib figure as PNG, on white, and close it. `alt` says in a sentence what it shows."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110, bbox_inches="tight", facecolor="white")
     plt.close(figure)

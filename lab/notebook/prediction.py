@@ -67,11 +67,7 @@ class Prediction:
 def predict(
     question: str, example: float, unit: str = "", ask: Callable[[str], str] | None = None
 ) -> Prediction:
-    """Ask for a number until the reader types one.
-
-    Where there is no keyboard, as when a program executes the notebook, return the `example`, a guess that
-    many readers make, and print that it is one.
-    """
+    """Ask for a number. Where there is no keyboard, return `example`, a guess that many readers make."""
     prompt = f"{question} [{unit or 'a number'}] "
     while True:
         try:

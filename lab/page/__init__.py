@@ -3,11 +3,9 @@
     page = Page(Path("all_reduce/page.html"), scripts=[PLAYER, Path("all_reduce/page.js")])
     page.write("all_reduce.html")
 
-A page's own HTML file begins with its `<h1>`; what stands around that is the same for all pages, in page.html
-beside this file. Before a page's own styles and scripts come those that all pages share, page.css and
-page.js. In double braces a page's HTML names texts to insert; `{{player}}` is the Play button and the
-scrubber, for pages whose scripts begin with `PLAYER`. `{{lesson comm/cost.py}}`, also in scripts, is the name
-of a lesson's file, which is a link if the page lies in the site.
+A page's own HTML file begins with its `<h1>`; page.html, page.css and page.js are the same for all pages. In
+double braces stand names of texts to insert: `{{player}}` is the Play button and the scrubber, and
+`{{lesson comm/cost.py}}`, also in scripts, a lesson's file, with a link if the page lies in the site.
 """
 
 import html
@@ -39,11 +37,9 @@ class Page:
     def write(
         self, path: str | Path, rules: str = "", data: Any = None, root: str | None = None, **texts: str
     ) -> Path:
-        """Write the page to `path`.
+        """Write the page to `path`. Scripts read `data`, and `texts` replace the names in the page's HTML.
 
-        `rules` follow the styles, scripts read `data`, and `texts` replace the names in the page's HTML.
-        `root` is the address of the site's first folder, as seen from the page; without it, the page links to
-        nothing.
+        `root` is the address of the site's first folder, as seen from the page; None: no links.
         """
         own = _read(self.content)
         title = re.search("<h1>(.*?)</h1>", own)

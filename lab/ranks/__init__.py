@@ -57,11 +57,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(cluster, *args)` in `world_size` processes that form one group; return results in rank order.
 
-    `fn` may be any function, also one from a notebook cell. `timeout` limits the call, in seconds. A single
-    communication gives up after `group_timeout` seconds, by default later than `timeout`, so that the report
-    of a hang comes first. `backend=None` starts the ranks without a group. `device` is "cpu", or "cuda" to
-    spread the ranks over the GPUs of this machine. With GPUs `backend` may be "nccl", which needs a GPU
-    for each rank.
+    `timeout` limits the call, and `group_timeout` a single communication, in seconds; the second is longer,
+    so that the report of a hang comes first. `backend=None` starts the ranks without a group. `device` is
+    "cpu" or "cuda". With GPUs `backend` may be "nccl", which needs a GPU for each rank.
 
     Raise RankError with the traceback of the rank that failed first, or with the line where each rank is
     stuck. With `collect_failures` a failing rank does not end the others: its place in the result holds its
@@ -137,7 +135,6 @@ class _Supervisor:
         return bool(ready) and time.monotonic() < deadline
 
     def _drain(self, deadline: float) -> None:
-        """Read the rest of all pipes, until they are closed or the deadline has passed."""
         while self.selector.get_map() and self._turn(deadline):
             pass
 

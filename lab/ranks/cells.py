@@ -39,10 +39,7 @@ PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, befo
 
 @dataclass(frozen=True)
 class Request:
-    """Asks a rank for something.
-
-    `kind` is "cell", "push", "pull", "complete", "status", "reform" or "interrupt".
-    """
+    """Asks for `kind`: a "cell", "push", "pull", "complete", "status", "reform" or "interrupt"."""
 
     kind: str
     text: str = ""  # a cell's source, an expression, a name to complete, or the prefix of a new group's store

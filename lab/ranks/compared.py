@@ -62,7 +62,6 @@ def compared_in(error: BaseException) -> Compared | None:
 
 
 def _assertion(frame: FrameType, line: int) -> ast.Assert | None:
-    """Return the assertion on a line of a frame's file."""
     asserted = (node for node in ast.walk(_tree(frame.f_code.co_filename)) if isinstance(node, ast.Assert))
     return next((node for node in asserted if node.lineno <= line <= (node.end_lineno or 0)), None)
 

@@ -21,10 +21,7 @@ _preload = ["lab.ranks.child", "lab.models.model", "torch._dynamo"]
 
 
 def preload(*modules: str, first: bool = False) -> None:
-    """Add modules that the forkserver imports before it forks, so that no rank needs to.
-
-    Call it before the first `run_ranks` or `warm_up` of this process. With `first` they come before torch.
-    """
+    """Add modules that the forkserver imports, with `first` before torch. Call it before ranks start."""
     place = 0 if first else len(_preload)
     _preload[place:place] = modules
 

@@ -55,10 +55,9 @@ def _is_busy() -> bool:
 
 
 def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> tuple[dict[int, str], dict[int, Wait]]:
-    """Ask ranks, forked processes, where each is, "at file.py:12 in f: its line ...", and who waits for whom.
+    """Ask ranks where each is, "at file.py:12 in f: its line ...", and who waits for whom, for `seconds`.
 
     The place of a rank that waits for no rank but computes begins with "computing at".
-    Wait at most `seconds`, half of them before the signal is sent.
     """
     paths = {rank: stack_file(folder, rank) for rank in ranks}
     for rank, one in ranks.items():
@@ -95,7 +94,6 @@ def _read(path: str) -> str:
 
 
 def _wait(text: str) -> dict[str, Any] | None:
-    """Return what a stack file says about for whom its rank waits."""
     with suppress(ValueError):
         return json.loads(text.partition("\n")[0].removeprefix(WAITING))
     return None
@@ -104,8 +102,7 @@ def _wait(text: str) -> dict[str, Any] | None:
 def _place(text: str) -> str:
     """Return where the threads of a rank are, from a stack file's text: the main thread first.
 
-    A thread is described by its lines outside of libraries, innermost first. Threads that have none, such as
-    those of torch, are left out, and so are those whose first function is called BACKGROUND.
+    Threads without a line outside of libraries, or whose first function is called BACKGROUND, are left out.
     """
     # faulthandler lists the main thread last and each thread's innermost frame first.
     stacks = text.split("hread 0x")[:0:-1]

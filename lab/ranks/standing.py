@@ -46,11 +46,7 @@ Show = Callable[[int, str, TextIO], None]
 
 
 class StandingRanks:
-    """`world_size` ranks on this machine that form one group, and wait for cells.
-
-    `device` is "cpu", or "cuda" to spread the ranks over the GPUs of this machine. The group uses nccl if
-    each rank has a GPU of its own, else gloo.
-    """
+    """Hold `world_size` ranks on this machine that form one group, with nccl if each has a GPU of its own."""
 
     def __init__(self, world_size: int, show: Show, device: str = "cpu") -> None:
         self.world_size, self.device = world_size, device
@@ -157,7 +153,6 @@ class StandingRanks:
         return dict(sorted(replies.items()))
 
     def _wait(self, ranks: list[int], replies: dict[int, Reply], deadline: float | None) -> None:
-        """Take replies and output until all have replied, or until the deadline."""
         while len(replies) < len(ranks):
             if deadline is None and any(reply.error for reply in replies.values()):
                 deadline = time.monotonic() + WAIT_AFTER_ERROR

@@ -3,11 +3,9 @@
     with black_box("dumps", rank):        # on every rank, around the training
         train()
 
-PyTorch's flight recorder keeps the last 2000 collectives of each rank in memory (TORCH_FR_BUFFER_SIZE sets
-another number): which operation, in which group, with which shapes, from which line, and whether it has
-ended. gloo records collectives, but no send or recv; nccl records all of them. A hanging rank cannot write,
-so a thread writes the file `rank_0` in `folder` again and again, and adds what PyTorch does not know: where
-the rank is now, and how it ended. `python -m lab.trace.flight_recorder dumps` reads the files.
+PyTorch's flight recorder keeps the last 2000 collectives of each rank in memory (TORCH_FR_BUFFER_SIZE). gloo
+records no send or recv; nccl records all. A hanging rank cannot write, so a thread writes the file `rank_0`
+again and again, with where the rank is and how it ended. lab/trace/flight_recorder.py reads the files.
 """
 
 import os
@@ -62,10 +60,7 @@ def black_box(folder: str | Path, rank: int, every: float = 0.5) -> Iterator[Non
 def dump(
     folder: str | Path, rank: int, state: str = RUNNING, error: str = "", places: list[Place] | None = None
 ) -> Path:
-    """Write PyTorch's recording of this rank to a file in `folder`, and return its path.
-
-    `places` is where the rank is, innermost call first; by default the caller of this function.
-    """
+    """Write PyTorch's recording of this rank to a file in `folder`, and return its path."""
     recording = _recorded()
     recording[ADDED] = {
         "rank": rank,
@@ -85,21 +80,14 @@ def dump(
 
 
 def _wait_for_end_marks() -> None:
-    """Wait until PyTorch has marked all collectives as ended, for 0.2 s at most, as some may really be open.
-
-    gloo's thread marks one only after it has woken the caller. So a rank that fails right behind a collective
-    would seem to have failed in it.
-    """
+    """Wait, for 0.2 s at most, for PyTorch's marks: gloo marks a collective after it has woken the caller."""
     deadline = time.monotonic() + 0.2
     while time.monotonic() < deadline and not all(one.get("retired", True) for one in _recorded()["entries"]):
         time.sleep(0.005)
 
 
 def _recorded() -> dict[str, Any]:
-    """Return what PyTorch has recorded: gloo's collectives, and nccl's where torch is built with nccl.
-
-    It keeps them apart, because nccl's times come from events of a GPU.
-    """
+    """Return what PyTorch has recorded: it keeps gloo's and nccl's collectives apart."""
     names = ("_dump_fr_trace", "_dump_nccl_trace")
     both = [pickle.loads(getattr(c10d, name)()) for name in names if hasattr(c10d, name)]
     recording: dict[str, Any] = {}

@@ -3,10 +3,9 @@
       device   |--- F0 ---|--- F1 ---|          |--- B0 ---|     tick by tick; idle where an input is missing
       host      call       call   call            call           real messages of the true size
 
-A device works through what its host has queued, as GPUs do. So an action whose input was there in time begins
-when the action before it has ended, and not when this process gets its turn on one of too few cores. If the
-input was late, the action begins when the host has it. The tensors hold no meaningful numbers. Their first
-bytes say when they were made, also after they have travelled to another rank.
+A device works through what its host has queued. So an action whose input was there in time begins when the
+action before it has ended, and not when this process gets its turn on a core. The first bytes of a tensor say
+when it was made, also on another rank.
 """
 
 import ctypes
@@ -26,10 +25,7 @@ Later = list[Callable[[], None]]
 
 
 class DeviceClock:
-    """Simulates the device of one rank. Times are nanoseconds of time.perf_counter_ns.
-
-    `seconds` is the time of a forward, of an input gradient and of a weight gradient.
-    """
+    """Simulates the device of one rank, where a forward and each half of a backward take `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -82,5 +78,4 @@ class _Ticks(torch.autograd.Function):
 
 
 def _stamp(tensor: Tensor) -> Tensor:
-    """Return the first bytes of a tensor."""
     return tensor.detach().view(-1).view(torch.uint8)[:STAMP_BYTES]

@@ -5,10 +5,9 @@
     Group 0 (ranks 0, 1 and 2), collective 3: ranks 0 and 2 wait in all_reduce, at train.py:14 in step: ...
       Rank 1 has not called it: it was at train.py:12 in step: time.sleep(60)
 
-A dump is a file of each rank (lab/trace/black_box.py). Ranks of a group must call the same collectives in the
-same order, with tensors of the same shape and dtype. So the k-th collectives of all ranks are laid side by
-side, and the first k at which they differ is the cause; what comes later is the consequence. PyTorch's own
-analyser, torchfrtrace, compares nccl's dumps in this way, too. In version 2.13 it cannot read those of gloo.
+Ranks of a group must call the same collectives in the same order, with tensors of the same shape and dtype.
+So the k-th collectives of all ranks are compared, and the first k at which they differ is the cause.
+PyTorch's own torchfrtrace does so for nccl. In version 2.13 it cannot read the dumps of gloo.
 """
 
 import io
@@ -97,7 +96,6 @@ def analyse(recordings: Mapping[int, Recording]) -> list[str]:
 
 
 def _first_difference(group: str, recordings: Mapping[int, Recording]) -> list[str]:
-    """Return the lines about the first collective of a group in which its ranks differ, or no lines."""
     calls = {rank: one.calls_of(group) for rank, one in recordings.items()}
     # A recorder keeps only the last calls. Numbers before the first one that all have kept are not compared.
     first = max((min(numbers) for numbers in calls.values() if numbers), default=1)

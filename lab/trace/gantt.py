@@ -81,9 +81,7 @@ def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
 def draw(events: Iterable[Event], path: str | Path, title: str | None = None, width: float = 11.0) -> Path:
     """Write a PNG or SVG (by suffix) of `width` inches: a row for each rank, time in ms from the first event.
 
-    The other lanes of a rank are thinner bars below its main lane. Events that overlap in a lane, such as a
-    call inside a call, are drawn one below the other. A name is drawn if it fits into its bar. A very short
-    event is drawn wider than its duration, so that it is visible.
+    Other lanes are thinner bars below the main lane. Events of a lane that overlap are below each other.
     """
     return draw_panels({"": events}, path, title, width)
 
@@ -93,8 +91,7 @@ def draw_panels(
 ) -> Path:
     """Draw several sets of events, by name, one above the other, with one time scale and one legend.
 
-    The time of each panel begins with its own first event. An event with `args["chunk"]` of 1 or more is
-    drawn darker, so that the stages of a rank can be told from each other.
+    An event with `args["chunk"]` of 1 or more is drawn darker, to tell the stages of a rank apart.
     """
     # Imported here, because it takes half a second. No pyplot: it keeps figures in a global list.
     from matplotlib.figure import Figure
@@ -165,7 +162,6 @@ def _chunk(event: Event) -> int:
 
 
 def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
-    """Return the events on a clock that starts with the first of them."""
     events = list(events)
     if not events:
         where = f" in the panel {panel!r}" if panel else ""
@@ -203,7 +199,6 @@ def _place(panels: Mapping[str, Iterable[Event]]) -> tuple[list, list, list, lis
 
 
 def _palette(kinds: list[str]) -> dict[str, str]:
-    """Return a colour for each kind: known kinds in the order of `COLORS`, then the others."""
     others = dict.fromkeys(kind for kind in kinds if kind not in COLORS)
     spare = {kind: OTHER_COLORS[i % len(OTHER_COLORS)] for i, kind in enumerate(others)}
     return {kind: color for kind, color in (COLORS | spare).items() if kind in set(kinds)}

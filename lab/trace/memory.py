@@ -7,11 +7,9 @@
     sizes = live_bytes({"parameters": model.parameters(), "gradients": [p.grad for p in model.parameters()]})
     with saved_activations(model.parameters) as saved:
         loss = loss_of(model(x), y)
-    print(sizes["parameters"], sizes["other"], saved.bytes)
 
-Memory belongs to storages, not to tensors: a tensor is a dtype, a shape, strides and an offset in a storage
-(Edward Yang, "PyTorch internals", 2019). The garbage collector lists Python's tensors. A storage that ZeRO 3
-has freed has a size of 0.
+Memory belongs to storages, not to tensors (Edward Yang, "PyTorch internals", 2019). The garbage collector
+lists Python's tensors. A storage that ZeRO 3 has freed has a size of 0.
 """
 
 import gc
@@ -36,9 +34,8 @@ Memory = tuple[torch.device, int]  # the address of a storage
 def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]:
     """Return the bytes of distinct storages, by class, and of all other storages of this process as "other".
 
-    A storage that belongs to several classes counts for the first of them. A DTensor counts as its local
-    tensor. Tensors that only autograd's graph holds are not found: call this when there is no graph, and use
-    `saved_activations` for these tensors.
+    A storage that belongs to several classes counts for the first of them. Call this when there is no graph:
+    tensors that only autograd's graph holds are not found.
     """
     counted: set[Memory] = set()
 
@@ -117,8 +114,7 @@ def saved_activations(ignored: Callable[[], Iterable[Tensor]]) -> Iterator[Saved
     """Count the `bytes` of distinct storages that autograd saves in the block, without those of parameters.
 
     `ignored`, usually `model.parameters`, is called for each saved tensor, because a sharded model has other
-    parameters while they are gathered. Put only the forward into the block. With torch.utils.checkpoint the
-    inputs that are kept count, and the tensors that the recomputation saves do not.
+    parameters while they are gathered. Tensors that a recomputation saves do not count.
     """
     global _watching
     saved = _watching = Saved(ignored)
@@ -135,11 +131,7 @@ def saved_activations(ignored: Callable[[], Iterable[Tensor]]) -> Iterator[Saved
 
 
 def held_activations(ignored: Iterable[Tensor]) -> AbstractContextManager[Saved]:
-    """Count the `peak_bytes` that a training step in the block holds for its backwards at a time.
-
-    `ignored` are parameters and batches, which are saved for the backward too. What a recomputation saves
-    comes and goes within one backward, and is not counted.
-    """
+    """Count the `peak_bytes` that a training step in the block holds for its backwards, without `ignored`."""
     tensors = list(ignored)
     return saved_activations(lambda: tensors)
 

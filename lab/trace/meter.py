@@ -38,8 +38,7 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 class StepRecord:
     """Holds the loss of a step: a float or a 0-d tensor. The caller takes the mean over all ranks.
 
-    A tensor is read at the end of the first step, for a progress line and in `finish`, and at no other time,
-    because reading it makes the host wait for the GPU. Do not write to it after the step.
+    A tensor is read late, because reading it makes the host wait for the GPU. Do not change it later.
     """
 
     loss: Tensor | float | None = None
@@ -49,8 +48,7 @@ class Meter:
     """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
 
     `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
-    The times leave out the first `warmup` steps, but at most half of all steps. With `as_json` the last line
-    on stdout is the summary as JSON, and everything else goes to stderr.
+    The times leave out the first `warmup` steps, but at most half of all steps.
     """
 
     def __init__(
@@ -111,11 +109,8 @@ class Meter:
     def finish(self, **extras: Any) -> dict[str, Any]:
         """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
 
-        `step_seconds` is the median, `tokens_per_second` all tokens over all seconds, both without warm-up.
-        `bytes_sent` and `messages_sent` are what this rank has sent inside of all steps, warm-up included;
-        traffic between steps is left out. `peak_memory_bytes` is the peak between the meter's creation and
-        the end of the last step: of the process's memory on the CPU, of its tensors on a GPU. `extras` follow
-        these fields. The table leaves out what is None; README.md explains each row.
+        Traffic between steps is left out. `peak_memory_bytes` is the peak between the meter's creation and
+        the end of the last step: of the process's memory on the CPU, of its tensors on a GPU.
         """
         sent = sum(self.traffic.values(), Traffic())
         summary = {
@@ -143,7 +138,6 @@ class Meter:
         return summary
 
     def _timed(self) -> list[float]:
-        """Return the seconds of the steps after the warm-up."""
         return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
 
     def _tokens_per_second(self) -> float | None:

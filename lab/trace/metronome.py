@@ -3,14 +3,11 @@
     model = metronome_of(GPT(config), seconds=0.01)
     loss_of(model(x), y).backward()         # gradients of zeros, each as late as a real layer's
 
-Ranks that compute on the same cores slow each other down, and that hides the cost of communication. Here a
-layer sleeps for a fixed time instead, as if every rank had a device of its own. The forward takes `seconds`
-for each layer, first layer first. The backward takes twice that, last layer first, for the gradients of the
-input and of the weights. After its sleep a layer produces the gradients of its parameters, and hooks on them
-run before the layer below begins. The loss, the hooks and the optimizer take their own time in addition.
+Ranks that compute on the same cores slow each other down. Here a layer sleeps for a fixed time instead, as if
+every rank had a device of its own: `seconds` in the forward, and twice that in the backward. Then it produces
+its gradients, and their hooks run before the layer below begins.
 
-The ideal step of data parallel: if the link is the bottleneck, it is busy from the first gradient on. Then a
-step takes the forward, the backward of the last layer, and the time of the link:
+If the link is busy from the first gradient on, a step of data parallel takes the ideal time:
 
     ideal = model.forward_seconds + model.last_layer_backward_seconds + wire_seconds
 """
@@ -28,12 +25,9 @@ from lab.models.model import GPT
 class Metronome(nn.Module):
     """Stand in for `model`: hold its parameters and sleep a fixed time in each layer, but compute nothing.
 
-    `layers` are the parameters of each layer, first layer first. Together they hold every parameter of
-    `model` once. A tied parameter belongs to the layer whose backward completes its gradient. `seconds` is
-    the time of a layer in the forward. Raise ValueError if there is no layer, or if a parameter is missing or
-    occurs twice.
-
-    A frozen parameter gets no gradient, but its layer takes the same time.
+    `layers` are the parameters of each layer, first layer first, each parameter once. A tied one belongs to
+    the layer whose backward completes its gradient. `seconds` is the time of a layer in the forward. Raise
+    ValueError if there is no layer, or if a parameter is missing or occurs twice.
     """
 
     def __init__(
@@ -73,11 +67,7 @@ class Metronome(nn.Module):
 
 
 def metronome_of(gpt: GPT, seconds: float) -> Metronome:
-    """Return a metronome with one layer for each block; a layer takes `seconds` in the forward.
-
-    The embeddings belong to the first layer, the final norm and the head to the last one. A tied head is the
-    token embedding, whose gradient is complete in the first layer.
-    """
+    """Return a metronome with one layer for each block; a layer takes `seconds` in the forward."""
     tied = gpt.head.weight is gpt.token_embedding.weight
     layers = [list(block.parameters()) for block in gpt.blocks]
     layers[0] = [*gpt.token_embedding.parameters(), *gpt.position_embedding.parameters(), *layers[0]]

@@ -4,16 +4,14 @@
     communication                        | bucket 1 | bucket 0 |
                                          └── hidden ──┴─ not ──┘
 
-    overlap_of(events).hidden_share    # 0.6: in that share of the communication's time the rank computed, too
-
-An all-reduce that a hook calls in the middle of the backward, and that holds the main thread until it is
-done, lies within the backward's *span*, but nothing is computed meanwhile. It is not hidden, but blocking:
+An all-reduce that a hook calls, and that holds the main thread until it is done, lies within the backward's
+*span*, but nothing is computed meanwhile. It is not hidden, but blocking:
 
     main             |  forward  |     backward                  |
                                             | all_reduce |             hidden: nothing; blocking: all of it
 
-So what the main lane spends in spans of kind "wait" and "communication" does not count as computing. Code
-that blocks on another thread's work must record a wait, or the wait counts as computing.
+So spans of kind "wait" and "communication" on the main lane do not count as computing, and code that blocks
+on another thread's work must record a wait.
 Intervals are (start_ns, end_ns) on the events' clock. In a list they are sorted, not empty, and do not touch.
 """
 
@@ -50,10 +48,9 @@ class Overlap:
 
 
 def overlap_of(events: Sequence[Event]) -> Overlap:
-    """Return the overlap in one rank's events. Spans at the same time, or within each other, count once.
+    """Return the overlap in one rank's events. Computing happens on the main lane, communication on any.
 
-    Computing happens on the main lane, communication on any. Raise ValueError for events of several ranks:
-    one rank's communication would seem hidden behind another's computing.
+    Raise ValueError for events of several ranks.
     """
     if len({event.rank for event in events}) > 1:
         raise ValueError("overlap_of takes one rank's events; pick one")
@@ -110,11 +107,7 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def per_step(events: Iterable[Event], steps: Sequence[Interval]) -> list[list[Event]]:
-    """Return the events that start in each step, in the order given. Events outside all steps are left out.
-
-    Steps are (start_ns, end_ns), one after the other. An event belongs to the step in which it starts, even
-    if it ends in the next one.
-    """
+    """Return the events that start in each step (start_ns, end_ns). Events outside all steps are left out."""
     starts = [start_ns for start_ns, _ in steps]
     inside: list[list[Event]] = [[] for _ in steps]
     for event in events:

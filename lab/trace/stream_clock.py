@@ -4,10 +4,8 @@
       stream          |■■■■ forward ■■■■|■■■■■■■ backward ■■■■■■■|
                       ^ mark            ^ mark                   ^ mark
 
-A call that launches a kernel returns before the kernel starts. So the host's clock shows when the work was
-launched, not when it was done. A mark is a CUDA event between two kernels of the stream, at which the device
-records the time. Two events give the time between them. For one event, the anchor, the host's time is known,
-so it can be computed for all others.
+The host's clock shows when work was launched, not when it was done. A mark is a CUDA event between two
+kernels, at which the device records the time. The host's time is known for one event, the anchor.
 """
 
 import time
@@ -18,10 +16,9 @@ NS_PER_MS = 1_000_000
 
 
 class StreamClock:
-    """Convert marks in the streams of one GPU to nanoseconds of `time.perf_counter_ns`.
+    """Convert marks in the streams of one GPU to nanoseconds of `time.perf_counter_ns`, at most 20 us late.
 
-    A result may be late by the time of a synchronisation, about 20 us, and is never early. The two clocks
-    drift apart, and the device returns milliseconds as float32: so set the anchor again from time to time.
+    The two clocks drift apart: so set the anchor again from time to time.
     """
 
     def __init__(self, device: torch.device) -> None:

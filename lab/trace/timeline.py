@@ -8,12 +8,9 @@
 
     rank 0         |  forward  |      backward      | step |
     communication              | bucket 0 | bucket 1 |
-    rank 1         |  forward  |      backward      | step |
-    ...
 
-Times are nanoseconds of `now`. A span covers the time in which its block's work was done: on a GPU it starts
-and ends at marks in the stream (lab.trace.stream_clock). Offsets between machines are measured as in NTP (RFC
-5905, section 8): the fastest of many round trips is the most exact, and half of its delay bounds the error.
+On a GPU a span starts and ends at marks in the stream (lab.trace.stream_clock). Offsets between machines are
+measured as in NTP (RFC 5905, section 8): the fastest of many round trips is the most exact.
 """
 
 import json
@@ -98,19 +95,12 @@ def _read(moment: Moment) -> int:
 
 
 def mark() -> Moment:
-    """Return this moment, for `record`: `now()`, or with a GPU a mark in its stream.
-
-    On other threads, which communicate results that the GPU has already computed, it is `now()`.
-    """
+    """Return this moment, for `record`: `now()`, or on the main lane of a GPU a mark in its stream."""
     return _clock.mark() if _recording and _clock is not None and _own_lane() == MAIN_LANE else now()
 
 
 def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:
-    """Record the time of a `with` block, also if it raises. Without recording it costs almost nothing.
-
-    `kind` chooses the colour (`lab.trace.gantt.COLORS`), `args` are shown in Perfetto, `lane=` is as in
-    `record`.
-    """
+    """Record the time of a `with` block, also if it raises. `kind` sets the colour; Perfetto shows `args`."""
     return _Timed(name, kind, args) if _recording else _NOTHING
 
 
@@ -128,20 +118,13 @@ class _Timed:
 
 
 def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None = None, **args: Any) -> None:
-    """Add a span from its start and end, each `now()` or `mark()`, which may come from two threads.
-
-    `lane` is by default the calling thread's. Spans of a lane that overlap are drawn one below the other.
-    """
+    """Add a span from its start and end, each `now()` or `mark()`; `lane` is by default the thread's."""
     if _recording:
         _unread.append((name, kind, start, end, lane or _own_lane(), args))
 
 
 def _own_lane() -> str:
-    """Return the calling thread's lane.
-
-    Autograd runs the backward of a GPU, with its hooks, on a thread of its own, while the main thread waits.
-    So these spans belong to the main lane.
-    """
+    """Return the thread's lane; autograd's own thread, for which the main thread waits, has the main lane."""
     thread = threading.current_thread()
     is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
     return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
@@ -150,9 +133,7 @@ def _own_lane() -> str:
 def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
     """Return the nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
 
-    Rank 0 answers the other ranks one after the other, with `rounds` pings each. If a rank does not call it,
-    the store's timeout ends the wait with a TimeoutError that names the rank. If the rank has died, a
-    WatchedStore (comm.membership) raises an error at once.
+    Rank 0 answers `rounds` pings of each rank. A TimeoutError names a rank that does not call it.
     """
     store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), machine_id()
     if cluster.is_main:
@@ -187,9 +168,8 @@ def gather_events(
 ) -> list[Event] | None:
     """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
 
-    `events` are by default all that the rank recorded. `offset_ns` (from `align`) is added to their times.
-    Events travel as compressed JSON, below the 8 MiB that a TCPStore takes up to half a million of them.
-    Values in `args` that JSON cannot represent arrive as strings.
+    `offset_ns` (from `align`) is added to their times. Half a million events are below the 8 MiB that a
+    TCPStore takes. Values in `args` that JSON cannot represent arrive as strings.
     """
     store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
     given = recorded() if events is None else events
@@ -209,11 +189,7 @@ def gather_events(
 
 
 def _fresh_prefix(cluster: Cluster, what: str) -> str:
-    """Return a key prefix that no earlier call has used. It is equal on all ranks if all make the same calls.
-
-    A PrefixStore would not do: it calls torch's store directly, so a WatchedStore would not notice a rank's
-    death.
-    """
+    """Return a new key prefix, equal on all ranks. A PrefixStore would hide a death from a WatchedStore."""
     call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
     return f"lab.timeline/{what}/{call}"
 
@@ -235,8 +211,7 @@ def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
 def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     """Write events in the Trace Event Format for Perfetto: a process for each rank, a thread for each lane.
 
-    Times become microseconds since the first event. In the format two spans of a thread must be disjoint or
-    nested. So a lane whose spans overlap becomes several threads of the same name.
+    Spans of a thread must be disjoint or nested, so a lane whose spans overlap becomes several threads.
     """
     events = list(events)
     table, zero = lanes(events), min((event.start_ns for event in events), default=0)
@@ -272,10 +247,7 @@ def _plain(value: Any) -> Any:
 def save(
     cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
 ) -> list[Path]:
-    """Align and gather events, write `trace.json` and `timeline.png` on rank 0, and return their paths.
-
-    Every rank must call it, with its events or, by default, with all that it recorded. Other ranks return [].
-    """
+    """Write `trace.json` and `timeline.png` on rank 0, and return their paths. Every rank must call it."""
     all_events = gather_events(cluster, align(cluster), events)
     if all_events is None:
         return []
