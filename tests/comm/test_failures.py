@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
+from tests.comm.places import places
 
 linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
@@ -125,3 +128,25 @@ def test_mismatches_leave_no_connection_and_no_memory_behind():
 
     for counts in run_ranks(open_files, 3):
         assert len(set(counts[1:])) == 1
+
+
+ENDS_TOO_EARLY = """
+import torch
+from comm.point_to_point import isend
+from comm.rendezvous import join, leave
+cluster = join()
+transfer = isend(torch.ones(10), 1 - cluster.rank)  # no rank receives it
+leave(cluster)
+"""
+
+
+def test_a_program_that_ends_with_a_message_on_its_way_ends_without_a_crash():
+    ranks = []
+    for environment in places([0, 1], 2):
+        variables = os.environ | {name: str(value) for name, value in environment.items()}
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", ENDS_TOO_EARLY], env=variables, stderr=subprocess.PIPE)
+        )
+    for rank in ranks:
+        _, said = rank.communicate(timeout=50)
+        assert rank.returncode == 0, said.decode()
