@@ -4,12 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 
-from comm import collectives
-from lab.check import assert_same
-from lab.cluster import Cluster
-from lab.ranks import RankError, run_ranks
+from lab.ranks import RankError
 from tests.fake_gpu.ranks import SHORT, backend_for, run_script
 from tests.run_modes import MODES, SCRIPTS
 
@@ -54,27 +50,6 @@ def test_with_nccl_a_transport_of_ours_is_refused(capfd: pytest.CaptureFixture[s
 def test_with_gloo_a_pipelines_messages_go_through_host_memory():
     figures = run_script("pipeline_parallel/train_1f1b.py", *SHORT, BACKEND="gloo")
     assert figures["replicas_equal"] is True and figures["makespan_seconds"] <= figures["step_seconds"]
-
-
-def test_with_gloo_torchs_own_collectives_take_gpu_tensors_of_any_layout():
-    def results(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
-        def numbers() -> torch.Tensor:
-            return (torch.arange(12.0).view(4, 3) + 100 * rank).to(device).t()
-
-        made = {name: numbers() for name in ("broadcast", "all_reduce")}
-        made["all_gather"] = torch.full((4, 6), -1.0, device=device).t()
-        made["reduce_scatter"] = torch.full((2, 3), -1.0, device=device).t()
-        collectives.broadcast(made["broadcast"], root=1, pattern="torch")
-        collectives.all_reduce(made["all_reduce"], op="mean", async_op=True, pattern="torch").wait()
-        collectives.all_gather(made["all_gather"], numbers(), pattern="torch")
-        collectives.reduce_scatter(made["reduce_scatter"], numbers(), pattern="torch")
-        return {name: tensor.cpu() for name, tensor in made.items()}
-
-    def compare(cluster: Cluster) -> None:
-        expected = results(torch.device("cpu"), cluster.rank)
-        assert_same(results(cluster.device, cluster.rank), expected, 0, "result on a GPU,")
-
-    run_ranks(compare, 2, device="cuda", backend="gloo")
 
 
 @pytest.mark.parametrize("mode", SENDS_ITSELF)

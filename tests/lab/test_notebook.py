@@ -3,7 +3,6 @@
 tests/notebooks/test_kernels.py uses it in a kernel.
 """
 
-import io
 import os
 import re
 import signal
@@ -11,14 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-import matplotlib.image
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
-from matplotlib import pyplot as plt
 
 from lab.launch.errors import WorkbookError
-from lab.notebook.picture import show
 from lab.notebook.prediction import Comparison, predict
 from lab.trace.gantt import Event
 
@@ -156,20 +152,6 @@ def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     assert {(event.rank, event.name) for event in events} >= {(rank, "all_reduce") for rank in range(3)}
     assert alt == "Timeline of this cell on ranks 0, 1, 2: communication."
     assert run(shell, "%%ranks --timeline\nx = 1").startswith("Nothing was recorded")
-
-
-def test_a_picture_is_a_white_png_with_its_description():
-    InteractiveShell.instance()
-    alt = "Rank 0 computes for two milliseconds."
-    with capture_output() as shown:
-        figure, axes = plt.subplots()
-        axes.bar([0], [1])
-        show(figure, alt=alt)
-    (output,) = shown.outputs
-    assert output.data["text/plain"] == alt and output.metadata == {"image/png": {"alt": alt}}
-    pixels = matplotlib.image.imread(io.BytesIO(output.data["image/png"]))
-    assert pixels[0, 0].tolist()[:3] == [1, 1, 1] and pixels.min() < 0.9
-    assert not plt.get_fignums()
 
 
 def test_a_prediction_is_asked_for_until_a_number_is_typed_and_stands_beside_the_result(capsys):

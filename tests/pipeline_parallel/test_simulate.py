@@ -3,7 +3,6 @@
 import pytest
 
 from comm.cost import Link
-from lab.trace.gantt import Event
 from pipeline_parallel.actions import Table, parse_row
 from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 from pipeline_parallel.analysis.validate import ScheduleError
@@ -66,19 +65,3 @@ def test_a_table_that_would_never_end_is_refused():
         simulate(rows_of("F0 B0 F1 B1", "F0 F1 B0 B1"), ONES)
     with pytest.raises(ScheduleError, match="Stage 1 never does B0"):
         simulate(rows_of("F0 B0", "F0"), ONES)
-
-
-def test_events_stand_for_the_actions_in_nanoseconds():
-    simulation = simulate(rows_of("F0 B0", "F0 I0 W0"), Costs.equal(2, 0.1, 0.2, 0.3))
-    tenth = 100_000_000
-
-    def place(kind: str, stage: int) -> dict[str, str | int]:
-        return {"action": kind, "microbatch": 0, "stage": stage, "chunk": 0}
-
-    assert simulation.events() == [
-        Event("0", "forward", 0, tenth, args=place("F", 0)),
-        Event("0", "backward", 4 * tenth, 5 * tenth, args=place("B", 0)),
-        Event("0", "forward", tenth, tenth, args=place("F", 1), rank=1),
-        Event("0", "backward", 2 * tenth, 2 * tenth, args=place("I", 1), rank=1),
-        Event("0", "weight", 4 * tenth, 3 * tenth, args=place("W", 1), rank=1),
-    ]

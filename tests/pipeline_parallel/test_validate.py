@@ -32,14 +32,6 @@ def test_swapped_actions_that_deadlock_show_who_waits_for_whom():
     ]
 
 
-def test_a_missing_weight_gradient_is_named():
-    assert said_of(written("F0 F1 B0 B1", "F0 I0 F1 I1 W1")) == [
-        "Stage 1 never does W0.",
-        "rank 0   0F0  0F1  0B0  0B1",
-        "rank 1  [1F0][1I0] 1F1  1I1  1W1",
-    ]
-
-
 @pytest.mark.parametrize(
     "row, sentence",
     [
