@@ -11,7 +11,7 @@ class SegmentReceiver:
     """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
     Receives are posted ahead, because over gloo a payload moves only after its receive has been posted, but
-    only `wire.receives_ahead` at a time, so that their buffers stay in the cache. The segments after these
+    only a few at a time, so that their buffers stay in the cache. The segments after these
     `sizes` arrive directly in the tensors of `then`; `last` holds the transfers of those.
     """
 
@@ -19,7 +19,7 @@ class SegmentReceiver:
         self, wire: Wire, src: int, sizes: list[int], dtype: torch.dtype, then: Sequence[torch.Tensor] = ()
     ) -> None:
         self._wire, self._src, self._sizes, self._then = wire, src, sizes, then
-        self._ahead = wire.receives_ahead
+        self._ahead = getattr(wire, "receives_ahead", 8)  # an algorithm may pass a wire of its own
         self._slots = torch.empty(min(self._ahead, len(sizes)), max(sizes, default=0), dtype=dtype)
         self._posted: list[Transfer] = []
         self.last: list[Transfer] = []

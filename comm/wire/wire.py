@@ -75,8 +75,6 @@ class Transfer:
 class Wire:
     """Start sends and receives of one operation among the ranks of `group`."""
 
-    receives_ahead = 8  # segments whose receives are posted at a time
-
     def __init__(
         self,
         group: Group,
