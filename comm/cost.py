@@ -44,8 +44,7 @@ def traffic(
     For the pattern "torch" it is the payload of the best-known algorithm, see `model_of`. `hosts` counts
     for the pattern "hierarchical" only.
     """
-    if pattern == "torch":
-        pattern = model_of(op, pattern)
+    pattern = model_of(op, pattern)
     sizes = shard_sizes(numel, ranks)
     position = (rank - root) % ranks
 

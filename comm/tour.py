@@ -42,9 +42,8 @@ from lab.trace.ledger import LEDGER
 from lab.trace.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
-
-
 MAX_REPEATS = 1000
+QUICK_SECONDS = 0.05  # on slower links it would take long to measure all patterns at several sizes
 
 
 @dataclasses.dataclass
@@ -59,27 +58,19 @@ class Args:
     """Print all figures as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
-def call(op: str, pattern: str, t: Tensors) -> None:
-    """Call one collective on the full tensor and on this rank's shard. The root is rank 0."""
-    full, shard = t["full"], t["shard"]
-    arguments = {
-        "barrier": (),
-        "scatter": (shard, full),
-        "gather": (shard, full),
-        "all_gather": (full, shard),
-        "reduce_scatter": (shard, full),
-        "all_to_all": (t["out"], full),
-    }
-    getattr(c, op)(*arguments.get(op, (full,)), pattern=pattern)
-
-
-TOUCHED = {  # the tensors that an operation uses; if it is not listed, full and shard
+ARGUMENTS = {  # of each operation; if it is not listed, the full tensor
     "barrier": (),
-    "broadcast": ("full",),
-    "reduce": ("full",),
-    "all_reduce": ("full",),
-    "all_to_all": ("full", "out"),
+    "scatter": ("shard", "full"),
+    "gather": ("shard", "full"),
+    "all_gather": ("full", "shard"),
+    "reduce_scatter": ("shard", "full"),
+    "all_to_all": ("out", "full"),
 }
+
+
+def call(op: str, pattern: str, t: Tensors) -> None:
+    """Call one collective. The root is rank 0."""
+    getattr(c, op)(*(t[name] for name in ARGUMENTS.get(op, ("full",))), pattern=pattern)
 
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
@@ -99,7 +90,7 @@ def patterns_of(op: str) -> tuple[str, ...]:
 def show(cluster: Cluster, op: str, console: Console) -> None:
     """Print what every rank holds before and after the operation, with one element for each rank."""
     t = tensors(cluster, cluster.world_size)
-    names = TOUCHED.get(op, ("full", "shard"))
+    names = sorted(ARGUMENTS.get(op, ("full",)))
     before = {name: t[name].int().tolist() for name in names}
     call(op, patterns_of(op)[0], t)
     after = {name: t[name].int().tolist() for name in names}
@@ -155,15 +146,6 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     }
 
 
-QUICK_SECONDS = 0.05  # on slower links it would take long to measure all patterns at several sizes
-
-
-def chosen_by_auto(op: str, args: Args) -> tuple[str, str]:
-    """Return the pattern that "auto" takes for the large tensor, and the seconds predicted for each."""
-    num_bytes = int(args.mb * (1 << 20))
-    return c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)
-
-
 def own_interface_bytes() -> int | None:
     """Return the bytes that this rank's interface has sent; None if ranks share a machine."""
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
@@ -202,7 +184,8 @@ def main(cluster: Cluster, args: Args) -> None:
             )
     slowest = {op: max(row["seconds"] for row in rows if row["op"] == op) for op in c.PATTERNS}
     quick = [op for op in c.PATTERNS if len(patterns_of(op)) > 2 and slowest[op] < QUICK_SECONDS]
-    choices = {op: chosen_by_auto(op, args) for op in quick}
+    num_bytes = int(args.mb * (1 << 20))
+    choices = {op: (c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)) for op in quick}
     if cluster.is_main:
         console.print(table)
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")

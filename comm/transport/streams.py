@@ -81,8 +81,9 @@ class Left:
 class Peer:
     """Another rank: a stream in each direction, the receives that are posted and the unconfirmed sends."""
 
-    def __init__(self, rank: int, name: int) -> None:
+    def __init__(self, rank: int, name: int, has_frames: bool) -> None:
         self.rank, self.name = rank, name
+        self.has_frames = has_frames  # as point-to-point messages have
         self.address: Address | None = None
         self.out: StreamOut | MemoryOut | None = None
         self.incoming: StreamIn | MemoryIn | None = None
@@ -113,8 +114,6 @@ class Peer:
             elif self.has_frames:
                 self.incoming.confirm()
         return got + confirmed > 0
-
-    has_frames = False  # as point-to-point messages have
 
     @property
     def is_busy(self) -> bool:
@@ -149,12 +148,11 @@ class Streams:
         self._is_local = transport != "sockets" and shared_memory.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
         self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        self._peers = {rank: Peer(rank, name) for rank, name in enumerate(self.names) if rank != self.rank}
+        others = [(rank, name) for rank, name in enumerate(self.names) if rank != self.rank]
+        self._peers = {rank: Peer(rank, name, has_frames) for rank, name in others}
         self.peers = list(self._peers.values())
         for end in self._bell:
             end.setblocking(False)
-        for peer in self.peers:
-            peer.has_frames = has_frames
         self._listener = Listener(self.size)
         self._store: dist.Store | None = None
 
@@ -438,12 +436,12 @@ _lock = threading.Lock()
 
 def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: int) -> Streams:
     """Return the streams of a group's collectives. The first operation that uses them makes them."""
-    process_group = group_of(group)
-    made = _streams.setdefault(process_group, {})
+    members = group_of(group)
+    made = _streams.setdefault(members, {})
     if (transport, False) not in made:
-        streams = Streams(process_group, transport)
+        streams = Streams(members, transport)
         streams.what = f"{op} ({pattern})"
-        streams.exchange_addresses(process_group, Wire(group, op, pattern, sequence, counted=False))
+        streams.exchange_addresses(members, Wire(group, op, pattern, sequence, counted=False))
         made[transport, False] = streams
     return made[transport, False]
 

@@ -33,15 +33,12 @@ class Channels:
     """Choose the group in which a message travels, by its direction.
 
     All ranks of the job must create their channels at the same time, each with its own `group`. `pairs` lists
-    the (source, destination) of all messages, in ranks of the group, and is equal on all its ranks. `apart`
-    says whether messages to lower ranks get a second group of the same ranks. By default: on nccl only.
+    the (source, destination) of all messages, in ranks of the group, and is equal on all its ranks.
     """
 
-    def __init__(
-        self, group: Group = None, pairs: Iterable[tuple[int, int]] = (), apart: bool | None = None
-    ) -> None:
+    def __init__(self, group: Group, pairs: Iterable[tuple[int, int]]) -> None:
         self._up = self._down = group
-        if dist.get_backend(group) == "nccl" if apart is None else apart:
+        if dist.get_backend(group) == "nccl":
             for members in _groups_of_all_ranks(global_ranks(group_of(group))):
                 made = dist.new_group(members)  # every rank must call it, member or not
                 self._down = made if dist.get_rank() in members else self._down

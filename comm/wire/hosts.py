@@ -39,16 +39,10 @@ def own_host() -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def numbered(hashes: Sequence[int]) -> list[int]:
-    """Return the number of each rank's host, from its hash. Hosts count from 0, by their lowest ranks."""
+def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> None:
+    """Number the hosts from 0, in the order of their lowest ranks, for `hosts_of` and `known_hosts`."""
     numbers = {one: number for number, one in enumerate(dict.fromkeys(hashes))}
-    return [numbers[one] for one in hashes]
-
-
-def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> list[int]:
-    """Return `numbered(hashes)`, and keep it for `hosts_of` and `known_hosts` as long as the group lives."""
-    _hosts[group] = numbered(hashes)
-    return _hosts[group]
+    _hosts[group] = [numbers[one] for one in hashes]
 
 
 def known_hosts(group: Group) -> list[int]:

@@ -17,11 +17,7 @@ from comm.wire.wire import Group
 
 
 def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:
-    """Return whether the tensor is on a GPU and `group` uses gloo, which sends from host memory.
-
-    torch's CUDA builds copy such a tensor to the host in gloo's collectives, but not in plain messages. Here
-    it is copied in both.
-    """
+    """Return whether the tensor is on a GPU and `group` uses gloo, which sends from host memory."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
@@ -89,7 +85,6 @@ def taken(handover: Handover | None) -> AbstractContextManager[None]:
 
 
 def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the calling thread's stream on the device."""
     if getattr(_streams, "device", None) != device:
         _streams.device, _streams.stream = device, torch.cuda.Stream(device)
     return _streams.stream

@@ -67,7 +67,7 @@ class Handle:
         except BaseException as error:
             self._error = error
         finally:
-            self._job = _nothing  # frees the tensors that the job holds
+            self._job = lambda: None  # frees the tensors that the job holds
             with self._lock:
                 self._is_done = True
                 if self._ended is not None:
@@ -142,7 +142,3 @@ def queue_of(group: Group) -> GroupQueue:
     """Return the queue of a group. It lives as long as the group."""
     with _queues_lock:
         return _queues.setdefault(group_of(group), GroupQueue())
-
-
-def _nothing() -> None:
-    pass
