@@ -130,10 +130,7 @@ def _with_numbers(options: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_command_line(words: Sequence[str], world_size: int, choose: Choose | None = None) -> HybridArgs:
-    """Return the arguments of train_hybrid.py: from --config and changes of its keys, or from options.
-
-    Raise WorkbookError unless as many processes have started as the configuration asks for.
-    """
+    """Return the arguments of train_hybrid.py. Raise WorkbookError if too many or too few processes run."""
     path, overrides = split_config(words)
     if path is None or "--help" in words or "-h" in words:
         return command_line(HybridArgs)

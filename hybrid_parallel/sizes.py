@@ -26,11 +26,9 @@ Attention = Literal["ring", "all_to_all"]
 class ParallelSizes:
     """Holds the number of ranks along each axis, and what the ranks of an axis do.
 
-    `zero` is the stage of ZeRO along the data axis; 0 keeps a full copy on each of its ranks. `expert_ranks`
-    is the number of replicas among which a layer's experts are divided. `attention` says how the ranks of the
-    context axis attend to each other's tokens. `chunks` is the number of stages that each rank has with the
-    interleaved schedule. `pattern` names the algorithm of the collectives; None takes the fastest of the
-    backend.
+    With `zero` of 0 each rank of the data axis keeps a full copy. `expert_ranks` is the number of replicas
+    among which a layer's experts are divided. `chunks` is the number of stages that each rank has with the
+    interleaved schedule. With `pattern` of None the collectives take the backend's fastest algorithm.
     """
 
     pipeline: int = 1

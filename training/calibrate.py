@@ -11,39 +11,37 @@ import torch
 from comm import collectives, cost
 from comm.cost import Link
 from comm.wire import slow_link
-from comm.wire.wire import Group
 from lab.trace.stream_clock import time_when_done
 
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
+REPEATS = 5
 SECONDS = 1.5  # for all runs of a size; one run may take longer
 
 
-def measure_all_reduce(
-    pattern: str, group: Group = None, repeats: int = 5, device: torch.device | None = None
-) -> Link:
-    """Return the alpha and beta that explain the times of this group's all-reduces. All ranks must call it.
+def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link:
+    """Return the alpha and beta that explain the times of all-reduces. All ranks must call it.
 
-    They come from medians of `repeats` all-reduces on `device`; on a slow link there are fewer, of smaller
+    They come from medians of REPEATS all-reduces on `device`; on a slow link there are fewer, of smaller
     tensors. With "auto" they are those of the pattern for large tensors. On a single rank both are 0.
     """
-    ranks = torch.distributed.get_world_size(group)
+    ranks = torch.distributed.get_world_size()
     if ranks == 1:
         return Link(0.0, 0.0)
-    pattern = collectives.pattern_for("all_reduce", pattern, LARGE_BYTES, group)
+    pattern = collectives.pattern_for("all_reduce", pattern, LARGE_BYTES)
 
     def seconds(num_bytes: int) -> float:
         """Return the median of the slowest rank's seconds, so that all ranks decide the same."""
         tensor, times = torch.zeros(num_bytes // 4, device=device), torch.zeros(0, dtype=torch.float64)
-        while len(times) <= repeats and times.sum() < SECONDS:
+        while len(times) <= REPEATS and times.sum() < SECONDS:
             with slow_link.slowed(None):
-                collectives.barrier(group)
+                collectives.barrier()
             start = time_when_done(device)
-            collectives.all_reduce(tensor, group=group, pattern=pattern)
+            collectives.all_reduce(tensor, pattern=pattern)
             slowest = torch.tensor(
                 [(time_when_done(device) - start) / 1e9], dtype=torch.float64, device=device
             )
             with slow_link.slowed(None):
-                collectives.all_reduce(slowest, op="max", group=group, pattern=pattern)
+                collectives.all_reduce(slowest, op="max", pattern=pattern)
             times = torch.cat([times, slowest.cpu()])
         return statistics.median(times.tolist()[1:] or times.tolist())  # the first one warms up
 

@@ -20,8 +20,6 @@ A rank may also die during the agreement. If it is the decider, the next rank de
 the new group does not form, or its first collective fails, and all survivors agree again. A network that
 splits into two parts is not handled: the ranks of both parts would continue. Systems that handle it take a
 majority vote (Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm", 2014).
-
-`Deaths` lets ranks kill themselves, to see how the others go on.
 """
 
 import dataclasses
@@ -90,8 +88,8 @@ class Deaths:
 class Survivors:
     """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
 
-    A rank's name is its rank at the start. It stays the same when the rank has another number in a new group.
-    `patience` is the time in seconds after which a rank that does not answer is treated as dead.
+    A rank's name is its rank at the start, and stays the same. A rank that does not answer for `patience`
+    seconds is treated as dead.
     """
 
     def __init__(self, cluster: Cluster, patience: float) -> None:

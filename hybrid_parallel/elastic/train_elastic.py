@@ -8,13 +8,11 @@
                   rank 2 ✗  │            rank 3 ───┘                                the same global batch
                   rank 3 ───┘
 
-A restart costs what every start costs: processes, imports, the rendezvous, and loading the checkpoint. The
-steps since the checkpoint must be repeated, too. But a replica has all the state that training needs, so the
-memory of every survivor is a checkpoint of the last step. Only the group is broken: the kernel closes the
-connections of the dead process, and the all-reduce raises CommError on the survivors. They form a new group
-(survivors.py) and repeat the interrupted step, with the same global batch divided among fewer ranks. The
-gradient is the same in every group, because its formula does not contain the number of ranks. So the slices
-of the batch may also be unequal:
+A replica has all the state that training needs, so the memory of every survivor is a checkpoint of the last
+step. Only the group is broken: the kernel closes the connections of the dead process, and the all-reduce
+raises CommError on the survivors. They form a new group (survivors.py) and repeat the interrupted step, with
+the same global batch divided among fewer ranks. The gradient is the same in every group, because its formula
+does not contain the number of ranks. So the slices of the batch may also be unequal:
 
       sum over ranks of the gradient of (the sum of losses over the rank's slice / examples of the batch)
 
@@ -31,8 +29,6 @@ survivors.
 
 With ZeRO, tensor parallelism or a pipeline, a rank has state that is in no other rank's memory. If it dies,
 the state must come from the last checkpoint, which any mesh can load (train_elastic_mesh.py).
-
-survivors.py agrees on which ranks are alive, forms a new group of them, and reads --kill.
 """
 
 import dataclasses

@@ -8,11 +8,10 @@
       rank 1   layers 0-3    rank 3  4-7       rank 1   layers 3-5    ◄── step-16/  the last checkpoint
                                                rank 3   layers 6-7
 
-In train_elastic.py each survivor has all that training needs. With ZeRO, stages or divided layers it has not:
-a part of the model, or of the optimizer's state, dies with its rank. But a checkpoint can be loaded on any
-mesh (training/checkpoint.py). So the survivors choose a mesh of their number, load what each one holds there,
-and repeat the steps since the checkpoint. Against a restart they save the start of processes, the imports and
-the rendezvous.
+In train_elastic.py each survivor has all that training needs. With ZeRO, stages or divided layers a part of
+the model, or of the optimizer's state, dies with its rank. But a checkpoint can be loaded on any mesh
+(training/checkpoint.py). So the survivors choose a mesh of their number, load what each one holds there, and
+repeat the steps since the checkpoint.
 
       time lost = detection + agreement + groups + loading + steps since the checkpoint
 

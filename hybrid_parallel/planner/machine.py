@@ -34,7 +34,6 @@ from comm import cost
 from comm.collectives import all_reduce, barrier
 from comm.cost import Link
 from comm.wire import slow_link
-from comm.wire.wire import Group
 from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
 from lab.models.model import SIZES, Block
@@ -212,19 +211,19 @@ def measure_rates() -> Device:
     return Device("this", 0.0, peak, bandwidth, 1.0, attention / flops, 1.0, 0.0, calls)
 
 
-def measure_handling(pattern: str, group: Group = None, repeats: int = 5) -> Handling:
+def measure_handling(pattern: str) -> Handling:
     """Return the CPU time that an all-reduce takes on a rank, in all its threads. All ranks must call it."""
-    ranks = torch.distributed.get_world_size(group)
+    ranks = torch.distributed.get_world_size()
     if ranks == 1:
         return Handling()
     sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))  # bytes: 1 s each
 
     def seconds(numel: int) -> float:
-        call = partial(all_reduce, torch.zeros(numel), group=group, pattern=pattern)
-        return usual(call, time.process_time, repeats)
+        call = partial(all_reduce, torch.zeros(numel), pattern=pattern)
+        return usual(call, time.process_time, repeats=5)
 
     with slow_link.slowed(None):
-        barrier(group)
+        barrier()
         call, large = seconds(1), seconds(COPIED_BYTES // 4)
     return Handling(call, max(0.0, large - call) / sent)
 

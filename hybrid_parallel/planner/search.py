@@ -2,14 +2,11 @@
 
       python -m hybrid_parallel.planner --model llama-3-405b --devices 16384 --device h100
 
-A plan is a ParallelSizes (sizes.py). For each one that is possible for the model and the batch,
-
       memory.py      predicts what the fullest rank holds at its peak, which must fit into a device
       step_time.py   predicts how long a step takes, if the plan fits
       reason_of      says why it is slower than the best plan, or does not fit
 
-`plans` tries them all, because the formulas are fast: 16384 devices have some 17 000 plans. Only a long
-sequence is not cut into so few tokens that the formulas would promise too much (LEAST_TOKENS).
+`plans` tries all ParallelSizes (sizes.py): the formulas are fast, and 16384 devices have some 17 000 plans.
 """
 
 import contextlib

@@ -258,9 +258,9 @@ class TimeModel:
     def _experts(self, sizes: ParallelSizes) -> tuple[Pass, Pass]:
         """Return what sending tokens to experts adds to a layer's forward and backward.
 
-        First an all-gather among all replicas says how many tokens go to each expert. Then two all-to-alls
-        send k copies of the tokens, for their k experts, and their results. The ranks of the tensor axis all
-        send the same tokens; with sequence parallelism, in other programs, each of them sends its own.
+        After an all-gather of counts, two all-to-alls send k copies of the tokens and their results. The
+        ranks of the tensor axis all send the same tokens; with sequence parallelism, in other programs, each
+        sends its own.
         """
         shape, machine, n, e = self.shape, self.machine, sizes.replicas, sizes.expert_ranks
         if shape.experts == 1 or n == 1:
@@ -288,11 +288,9 @@ class TimeModel:
     def _pipeline(
         self, sizes: ParallelSizes, passes: tuple[Pass, Pass, Pass], ends: tuple[float, float], busy: float
     ) -> tuple[float, float]:
-        """Return the seconds in which the slowest rank, which works for `busy` seconds, is idle, and those in
-        which it waits for messages.
+        """Return the slowest rank's idle seconds beside `busy` ones, and its seconds of waiting for messages.
 
-        The simulator takes stages of any length, and its idle time includes the messages. The formula for
-        long schedules takes the mean of all ranks.
+        The simulator's idle time includes the messages. The formula for long schedules takes the ranks' mean.
         """
         if sizes.pipeline == 1:
             return 0.0, 0.0

@@ -73,9 +73,8 @@ def _address_of(interface: str) -> str:
 
 
 def open_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a rendezvous store that listens on an IP address and a port; port 0 means a free one.
+    """Return a rendezvous store that listens on one address only, unlike torch's own; port 0 is a free one.
 
-    torch's own store listens on all interfaces of the machine.
     Raise OSError if the port is in use, or if no interface of this machine has the address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

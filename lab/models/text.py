@@ -29,10 +29,9 @@ urllib/parse.py urllib/request.py weakref.py xml/etree/ElementTree.py
 FILES = LISTING.split()
 
 
-def load_corpus(root: Path | None = None) -> Tensor:
-    """Return all `FILES` below `root` as uint8, shape (bytes,). Raise WorkbookError for a missing file."""
-    root = root or Path(sysconfig.get_path("stdlib"))
-    corpus = bytearray()
+def load_corpus() -> Tensor:
+    """Return all `FILES` in order as uint8, shape (bytes,). Raise WorkbookError for a missing file."""
+    root, corpus = Path(sysconfig.get_path("stdlib")), bytearray()
     for name in FILES:
         try:
             corpus += (root / name).read_bytes()
@@ -65,10 +64,7 @@ def global_batch(
 
 
 def rank_slice(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return a rank's part of a global batch, a view: the rank-th of `world_size` equal parts of dimension 0.
-
-    Raise WorkbookError if the parts would not be equal.
-    """
+    """Return the rank-th of `world_size` equal parts of a batch. Raise WorkbookError if it has none."""
     if len(batch) % world_size:
         raise WorkbookError(
             f"{world_size} ranks cannot share a global batch of {len(batch)} equally: choose a multiple of "

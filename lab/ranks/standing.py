@@ -62,10 +62,7 @@ class StandingRanks:
     def run(
         self, source: str, ranks: Iterable[int] | None = None, name: str = "<cell>", record: bool = False
     ) -> dict[int, Reply]:
-        """Run a cell on all ranks, or on some, and return the reply of each, with its spans if `record`.
-
-        Raise WorkbookError if a rank has died and, with the line where each rank was, after Ctrl-C.
-        """
+        """Run a cell, and return the reply of each rank. Raise WorkbookError after a death or Ctrl-C."""
         linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
         return self._ask(Request("cell", source, name, record=record), self._chosen(ranks))
 

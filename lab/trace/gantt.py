@@ -59,10 +59,7 @@ def lanes(events: Iterable[Event]) -> dict[int, dict[str, list[Event]]]:
 
 
 def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
-    """Split a lane into tracks whose events do not overlap. Each event joins the first track where it fits.
-
-    With `nest` an event may lie within another event of its track, as nested calls do.
-    """
+    """Split a lane into tracks whose events do not overlap or, with `nest`, lie within one another."""
     rows: list[tuple[list[Event], list[int]]] = []  # a track, and the ends of its open events, innermost last
     for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
         for row in rows:
@@ -78,21 +75,18 @@ def tracks(events: Iterable[Event], nest: bool) -> list[list[Event]]:
     return [track for track, _ in rows]
 
 
-def draw(events: Iterable[Event], path: str | Path, title: str | None = None, width: float = 11.0) -> Path:
-    """Write a PNG or SVG (by suffix) of `width` inches: a row for each rank, time in ms from the first event.
+def draw(events: Iterable[Event], path: str | Path, title: str | None = None) -> Path:
+    """Write a PNG or SVG (by suffix): a row for each rank, time in ms from the first event.
 
     Other lanes are thinner bars below the main lane. Events of a lane that overlap are below each other.
     """
-    return draw_panels({"": events}, path, title, width)
+    return draw_panels({"": events}, path, title)
 
 
 def draw_panels(
     panels: Mapping[str, Iterable[Event]], path: str | Path, title: str | None = None, width: float = 11.0
 ) -> Path:
-    """Draw several sets of events, by name, one above the other, with one time scale and one legend.
-
-    An event with `args["chunk"]` of 1 or more is drawn darker, to tell the stages of a rank apart.
-    """
+    """Draw sets of events, by name, one above the other. Those with an `args["chunk"]` above 0 are darker."""
     # Imported here, because it takes half a second. No pyplot: it keeps figures in a global list.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -27,10 +27,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Entry:
-    """Name a row: the operation, its pattern (such as "ring"), and whether its traffic is by formula.
-
-    `axis` is the axis of a mesh along which the messages travel, if the group is one of a mesh.
-    """
+    """Name a row: the operation, its pattern, the axis of a mesh, and whether its traffic is by formula."""
 
     op: str
     pattern: str

@@ -144,14 +144,7 @@ def note_held(*tensors: Tensor) -> None:
 
 
 class Observed:
-    """Count in a model's first step what autograd keeps of the forward, and what one part of the model sends.
-
-    observed = Observed(model, model.blocks[0])
-    with observed.forward():                 # only the first one is observed
-        loss = loss_of(model(x), y)
-    loss.backward()
-    observed.kept_bytes, observed.sent_bytes
-    """
+    """Count in a model's first step what autograd keeps of the forward, and what one of its parts sends."""
 
     def __init__(self, model: nn.Module, part: nn.Module | None = None) -> None:
         self._model, self._part = model, part

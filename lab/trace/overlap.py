@@ -48,10 +48,7 @@ class Overlap:
 
 
 def overlap_of(events: Sequence[Event]) -> Overlap:
-    """Return the overlap in one rank's events. Computing happens on the main lane, communication on any.
-
-    Raise ValueError for events of several ranks.
-    """
+    """Return the overlap in one rank's events. Raise ValueError for events of several ranks."""
     if len({event.rank for event in events}) > 1:
         raise ValueError("overlap_of takes one rank's events; pick one")
     main = [event for event in events if event.lane == MAIN_LANE]

@@ -48,10 +48,7 @@ _NOTHING = nullcontext()
 
 
 def start_recording(device: torch.device | None = None) -> None:
-    """Remove all recorded spans, and start to record, with the clock of `device` if it is a GPU.
-
-    With a GPU call `settle()` after each step, because otherwise thousands of CUDA events remain in memory.
-    """
+    """Remove all spans, and start to record; with a GPU as `device` call `settle()` after each step."""
     global _recording, _clock
     _events.clear()
     _unread.clear()
@@ -209,10 +206,7 @@ def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
 
 
 def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
-    """Write events in the Trace Event Format for Perfetto: a process for each rank, a thread for each lane.
-
-    Spans of a thread must be disjoint or nested, so a lane whose spans overlap becomes several threads.
-    """
+    """Write events in Perfetto's Trace Event Format: a process for each rank, a thread for each track."""
     events = list(events)
     table, zero = lanes(events), min((event.start_ns for event in events), default=0)
     rows: list[dict[str, Any]] = []
