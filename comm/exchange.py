@@ -62,7 +62,7 @@ def on_all(what: str, action: Callable[[], T]) -> list[T]:
 
     The action must return a value that `exchange` accepts. All ranks raise the WorkbookError of the lowest
     rank that failed. An error of another kind becomes a WorkbookError "cannot `what`: ...", and so does a
-    lost rank. Only a rank whose own error is neither a WorkbookError nor an OSError raises that error itself.
+    lost rank. A rank whose own error is neither a WorkbookError nor an OSError raises that error itself.
     """
     mine: Exception | None = None
     outcome: tuple[Any, str] = None, ""

@@ -214,7 +214,7 @@ def connect(store: dist.Store, rank: int, world_size: int) -> bool:
 
 
 def cause(patience: float = _PATIENCE) -> Departure | None:
-    """Return the rank that has caused a failure of this rank, see Liveness.cause."""
+    """Return the rank that has caused a failure of this rank, as Liveness.cause does."""
     return None if _own is None else _own.cause(patience)
 
 

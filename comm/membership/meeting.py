@@ -79,10 +79,7 @@ def _claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
 
 
 def _note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
-    """Add to `present` the entries of ranks that have come since the last call.
-
-    Raise CommError if one of them was started with another world size.
-    """
+    """Add to `present` the ranks that have come. Raise CommError if one has another world size."""
     for peer in range(world_size):
         if peer not in present and store.check([f"rank/{peer}"]):
             present[peer] = json.loads(store.get(f"rank/{peer}"))

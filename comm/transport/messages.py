@@ -1,7 +1,5 @@
 """Start point-to-point messages, over streams (streams.py), gloo or nccl.
 
-With gloo a tensor on a GPU goes by host memory. A slow link may be simulated.
-
 transfer = isend(tensor, dst)          transfer = irecv(tensor, src)
 transfer.wait()                        transfer.wait()
 """

@@ -258,7 +258,6 @@ class Streams:
         return StreamOut(connect(peer.address, self.rank, self._timeout))
 
     def finish(self) -> None:
-        """Move messages until all that were posted are done."""
         with self._lock:
             for peer in self.peers:
                 while peer.is_busy:

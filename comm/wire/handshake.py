@@ -219,11 +219,7 @@ def _cure(headers: list[Header]) -> str:
 
 
 def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
-    """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect.
-
-    The ranks exchange the sizes of their parts. An all-to-all whose parts all have one size needs no such
-    exchange: the headers have shown it.
-    """
+    """Raise Mismatch on every rank unless each rank sends parts of the sizes that the others expect."""
     table = torch.tensor(exchange_numbers(wire, [*out_sizes, *in_sizes])).view(wire.size, 2, wire.size)
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()

@@ -53,7 +53,6 @@ class NativeHandle:
         self._call_back(None)
 
     def is_completed(self) -> bool:
-        """Return whether `wait()` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:

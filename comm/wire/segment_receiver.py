@@ -11,8 +11,8 @@ class SegmentReceiver:
     """An iterator over the next segments that `src` sends, one for each of `sizes` (in elements).
 
     Receives are posted ahead, because over gloo a payload moves only after its receive has been posted, but
-    only a few at a time, so that their buffers stay in the cache. The segments after these
-    `sizes` arrive directly in the tensors of `then`; `last` holds the transfers of those.
+    only a few at a time, so that their buffers stay in the cache. The segments after these `sizes` arrive
+    directly in the tensors of `then`; `last` holds the transfers of those.
     """
 
     def __init__(

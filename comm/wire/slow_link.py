@@ -67,9 +67,8 @@ def slowed(link: Link | None) -> Iterator[None]:
 class LinkDelay:
     """The time that one collective takes on the simulated link of its group, if there is one.
 
-    All ranks count from the same start: the time when the last rank had posted the collective and its link
-    was free. The link is free again at the computed end, even if the thread wakes up later. So a late wake-up
-    does not add to the delay of the next operation.
+    The link is free again at the computed end, even if the thread wakes up later. So a late wake-up does not
+    add to the delay of the next operation.
     """
 
     def __init__(self, queue: GroupQueue, posted: int, seconds_on: Callable[[Link], float]) -> None:
