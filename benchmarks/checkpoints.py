@@ -1,4 +1,4 @@
-"""Measure what checkpoints cost: a save, its pause, a load, and a save while training goes on.
+"""Measure what checkpoints cost: a save, its pause, a load, and a save while training continues.
 
     python benchmarks/checkpoints.py            a table; --json for one JSON line
     python benchmarks/checkpoints.py --quick    data parallelism only, and fewer runs

@@ -152,7 +152,7 @@ class BucketDataParallel(nn.Module):
                 self._launch(self._to_launch.popleft())
 
     def _launch(self, bucket: Bucket) -> None:
-        """Start to average the bucket, and return while it travels: the backward goes on."""
+        """Start to average the bucket, and return while it travels: the backward continues."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
         with span(f"bucket {len(self.in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):

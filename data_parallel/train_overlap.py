@@ -8,7 +8,7 @@
 
 A backward computes the gradients of the last layer first, long before those of the first layer. Each
 parameter has a hook, which autograd calls when the gradient is complete. The hook starts an asynchronous
-all-reduce. A communication thread carries it out while the backward goes on, and `finish_gradient_sync()`
+all-reduce. A communication thread carries it out while the backward continues, and `finish_gradient_sync()`
 waits for the rest. A step takes at least the following time. n, alpha and beta are as in train_naive.py, and
 `first gradient` is the time from the start of the backward until the first gradient is complete:
 
@@ -90,7 +90,7 @@ class OverlapDataParallel(nn.Module):
             self._launch(self._to_launch.popleft())
 
     def _launch(self, parameter: nn.Parameter) -> None:
-        """Start to average a gradient, and return while it travels: the backward goes on."""
+        """Start to average a gradient, and return while it travels: the backward continues."""
         if parameter.grad is None:  # this rank did not use it, but other ranks may have
             parameter.grad = torch.zeros_like(parameter)
         with span("launch", "launch", lane="launches", bytes=parameter.grad.nbytes):

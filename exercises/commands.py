@@ -71,7 +71,7 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
     console.print(table)
     done = sum(space.progress[e.name].has_passed for e in EXERCISES)
     console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
-    console.print(f"{mended(space)} bugs are mended; `{typed('bugs')}` lists them.")
+    console.print(f"{fixed(space)} bugs are fixed; `{typed('bugs')}` lists them.")
     return 0
 
 
@@ -84,7 +84,7 @@ def coloured(progress: Progress) -> str:
     return f"[green]{progress.shown_state}[/]" if progress.has_passed else progress.shown_state
 
 
-def mended(space: Workspace) -> str:
+def fixed(space: Workspace) -> str:
     return f"{sum(space.progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
 
 
@@ -151,7 +151,7 @@ def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
             table.add_row(f"[bold]{group}[/]", "", f"{one.minutes} minutes each")
         table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
     console.print(table)
-    console.print(f"{mended(space)} are mended. `{typed('bug NAME')}` makes the file of one.")
+    console.print(f"{fixed(space)} are fixed. `{typed('bug NAME')}` makes the file of one.")
     return 0
 
 
@@ -168,10 +168,10 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
     console.print(f"[bold]{one.name}[/], {one.minutes} minutes, difficulty {one.difficulty} of 5")
     console.print(escape(one.symptom))
     if space.progress[one.name].has_passed:
-        console.print(f"You have mended this bug in {file}.")
+        console.print(f"You have fixed this bug in {file}.")
         console.print(f"To begin again: {typed(f'reset {one.name}')}")
         return 0
-    console.print(f"It runs, and it is wrong. Find the mistake in {file}, and mend it.")
+    console.print(f"It runs, and it is wrong. Find the mistake in {file}, and fix it.")
     console.print(f"Then: {typed(f'check {one.name}')}, or hint, or watch")
     return 0
 
@@ -239,7 +239,7 @@ COMMANDS: dict[str, tuple[Callable[[Workspace, argparse.Namespace], int], str]] 
     "reset": (reset, "Put the file back to how it was at first; your code is kept in exercises/.saved."),
     "solution": (solution, "Show the lesson's code, after passing or when asked twice."),
     "bugs": (show_bugs, "List the wrong implementations, by their symptoms."),
-    "bug": (bug, "Make the file of one of them, which you mend; without a name, of the next one."),
+    "bug": (bug, "Make the file of one of them, which you fix; without a name, of the next one."),
     "watch": (watch, "Grade each time the file is saved, until it passes."),
 }
 

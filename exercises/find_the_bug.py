@@ -1,4 +1,4 @@
-"""Make an exercise of each mutant: a file with the mistake, which the learner finds and mends.
+"""Make an exercise of each mutant: a file with the mistake, which the learner finds and fixes.
 
       mutants/data_parallel.py   "gradient_summed"                named, explained, and killed by a test
       bugs/bug_naive_787.py      def finish_gradient_sync(self)   the lesson's function with the mistake

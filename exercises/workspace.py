@@ -60,7 +60,7 @@ class Workspace:
         return next(open_ones, None)
 
     def next_bug(self) -> Bug:
-        """Return the first bug that the learner has not mended, or the last one."""
+        """Return the first bug that the learner has not fixed, or the last one."""
         return next((bug for bug in bugs() if not self.progress[bug.name].has_passed), bugs()[-1])
 
     def minutes_left(self) -> int:

@@ -22,7 +22,7 @@ class HybridArgs(ClipArgs, TrainArgs):
     """YAML file with the run's configuration, such as configs/config.yaml. The other options then change its
     keys, where the batch size is that of a device (config.py)."""
     checkpoint_every: int = 0
-    """Number of steps between two checkpoints, written while training goes on. 0: one at the end only."""
+    """Number of steps between two checkpoints, written while training continues. 0: one at the end only."""
     checkpoint_keep: int = 3
     """Number of checkpoints that stay in the folder."""
     model: Literal["gpt", "mlp"] = "gpt"

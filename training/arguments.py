@@ -29,7 +29,7 @@ class TrainArgs:
     """Train a small GPT on the source of Python's standard library."""
 
     steps: int = 60
-    """Number of optimizer steps. A run that goes on from a checkpoint takes only those that are left."""
+    """Number of optimizer steps. A run that continues from a checkpoint takes only those that are left."""
     batch_size: int = 24
     """Number of examples (windows of text, or images) in a step, over all ranks together. The number of ranks
     does not change what is trained."""

@@ -3,7 +3,7 @@
 run = Run(cluster, args, "data_parallel_overlap")
 model = OverlapDataParallel(run.model(), pattern=run.pattern)
 optimizer = run.optimizer(model)
-with run.checkpointing(model, optimizer) as first:    # 0, or the step that --resume goes on with
+with run.checkpointing(model, optimizer) as first:    # 0, or the step that --resume continues with
     for step in range(first, args.steps):
         x, y = run.batch(step)                        # this rank's slice of the global batch
         with run.step() as record:                    # timed; the bytes sent here are counted
@@ -191,7 +191,7 @@ class Run:
             self._until_reported = handlers.pop_all()
 
     def save_if_due(self, step: int) -> None:
-        """Begin to save after every --checkpoint-every steps; the training goes on meanwhile."""
+        """Begin to save after every --checkpoint-every steps; the training continues meanwhile."""
         every = getattr(self._args, "checkpoint_every", 0)
         if self._args.checkpoint is not None and every and (step + 1) % every == 0:
             self._save()
@@ -234,8 +234,9 @@ class Run:
     def _say_where_it_begins(self) -> None:
         """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
         folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
-        text = f"training goes on after step {self._first_step} of {steps}, from the checkpoint in {folder}."
-        if not self._first_step:
+        first = self._first_step
+        text = f"training continues after step {first} of {steps}, from the checkpoint in {folder}."
+        if not first:
             text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
         if self._cluster.is_main and (self._first_step or restarts):
             again = f"restart {restarts}: " if restarts else ""
@@ -325,7 +326,7 @@ class Run:
         all_reduce(asked, op="max", pattern=self.pattern)
         if asked:
             done, where = f"step {step + 1} of {self._args.steps}", self._args.checkpoint
-            sentence = f"stopped after {done}; the checkpoint is in {where}, and --resume goes on from there."
+            sentence = f"stopped after {done}; the checkpoint is in {where}: --resume continues from there."
             raise Stopped(sentence, int(asked))
 
     def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ the parameters. Because they share the bucket's memory, its step writes into the
 the shards changes the model. Gradients have a flat tensor of their own for each bucket, in the same layout.
 
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
-reduce-scattered while the backward goes on (`_launch`), what is left is sent and awaited
+reduce-scattered while the backward continues (`_launch`), what is left is sent and awaited
 (`finish_gradient_sync`), and the update follows (`step`). What is not the idea (clipping, checkpoints) is in
 `ShardOptimizer`. Parts of the technique are shards.py, the layout, and memory.py, the report.
 

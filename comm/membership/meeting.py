@@ -95,7 +95,7 @@ def _note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[
 def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, refusal: str) -> bool:
     """Connect to rank 0, which notices if this rank dies. Return False if its address is not there yet.
 
-    If the connection fails, return True: the rank goes on without it.
+    If the connection fails, return True: the rank continues without it.
     """
     try:
         return liveness.connect(store, rank, world_size)

@@ -242,7 +242,7 @@ TABLE: tuple[Row, ...] = (
     ),
     (
         lambda e: (found := _NO_ERROR.search(e.text)) and found[1],
-        "A wrong use goes on without an error: the check that must refuse it with {0} is missing, or does"
+        "A wrong use continues without an error: the check that must refuse it with {0} is missing, or does"
         " not run on every rank.",
     ),
     (

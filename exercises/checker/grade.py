@@ -108,7 +108,7 @@ def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: 
         state, sentence, drawing = explain(exercise, file, failed)
         printed = failed["failure"].get("printed", "")
     elif not missing:
-        verb = "is mended" if isinstance(exercise, Bug) else "is right"
+        verb = "is fixed" if isinstance(exercise, Bug) else "is right"
         sentence = f"{exercise.title} {verb}: {_agreement(passed)}. {beyond['sentence']}"
         state, sentence = PASSED, sentence.strip()
     elif why := found.get("skipped"):

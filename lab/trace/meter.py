@@ -47,7 +47,7 @@ class StepRecord:
 class Meter:
     """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
 
-    `steps` is the number of the last step; a run that goes on from a checkpoint begins after `first_step`.
+    `steps` is the number of the last step; a run that continues from a checkpoint begins after `first_step`.
     The times leave out the first `warmup` steps, but at most half of all steps.
     """
 

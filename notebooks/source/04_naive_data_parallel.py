@@ -598,7 +598,7 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    in each epoch another one. The file is `exercises/data_parallel/sampler.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_naive_8af'` makes a file with a wrong implementation, whose symptom is
-# "training hangs when only some ranks use a parameter". Find the line and mend it. Here, in a cell, that is `from
+# "training hangs when only some ranks use a parameter". Find the line and fix it. Here, in a cell, that is `from
 # exercises.notebook import bug` and `bug("bug_naive_8af")`.
 #
 # And with this notebook: change the straggler from half speed to a tenth, and predict the ratio before you run it.

@@ -306,7 +306,7 @@ show(
 )
 
 # %% [markdown]
-# With many ranks stage 1 comes down to 8 bytes, stage 2 to 4, and only stage 3 goes on falling. The same formula for a model of
+# With many ranks stage 1 comes down to 8 bytes, stage 2 to 4, and only stage 3 continues to fall. The same formula for a model of
 # 7 billion parameters on 8 devices:
 
 # %%
@@ -651,11 +651,11 @@ print({name: f"{number} forwards of blocks" for name, number in forwards.items()
 # 1. **`memory_formulas`** (20 minutes): what a rank holds at each stage, to the byte:
 #    `exercises/zero/memory_formulas.py`.
 # 2. **`zero1`** (35 minutes): what you did by hand with 8 weights, for any model:
-#    `exercises/zero/zero1.py`. **`zero2`** (45 minutes) goes on from there.
+#    `exercises/zero/zero1.py`. **`zero2`** (45 minutes) continues from there.
 # 3. **`zero3`** (45 minutes, hard): gather, use, free: `exercises/zero/zero3.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is
-# "stage 2 needs as much memory as stage 1". Find the line and mend it.
+# "stage 2 needs as much memory as stage 1". Find the line and fix it.
 #
 # And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without
 # activations? Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is

@@ -171,7 +171,7 @@ for name, (weight, output) in on_one.items():
 #
 # Autograd differentiates what a rank computes. Communication needs a backward of its own. The end of the row layer is an
 # all-reduce. **A claim**: "an all-reduce is its own backward, because the transpose of a sum to all is a sum from all." That
-# is true if each rank goes on with a *different* computation. Here all ranks compute the *same* loss from the same Y.
+# is true if each rank continues with a *different* computation. Here all ranks compute the *same* loss from the same Y.
 # **Predict**: with an all-reduce in the backward, the gradient of A, the column layer's weight, is how many times the right
 # one on two ranks?
 

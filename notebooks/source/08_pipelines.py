@@ -84,7 +84,7 @@ gradient.compare(pull("stage.weight.grad.item()")[0])
 # gradient back over each boundary, however many parameters a stage has.
 #
 # If you forget `requires_grad_()`, `given.grad` stays `None`, and the ranks before get nothing. If you send `made` without
-# `detach()`, nothing breaks, but the line pretends that the graph goes on in the other rank. It does not.
+# `detach()`, nothing breaks, but the line pretends that the graph continues in the other rank. It does not.
 #
 # ## Sends and receives come in pairs
 #

@@ -529,7 +529,7 @@ same.compare(other)
 # kubectl apply -f scripts/kubernetes.yaml                                      Kubernetes: an indexed Job
 # ```
 #
-# On Slurm and Kubernetes the job goes on after every interruption. [scripts/kubernetes.yaml](../scripts/kubernetes.yaml) names
+# On Slurm and Kubernetes the job continues after every interruption. [scripts/kubernetes.yaml](../scripts/kubernetes.yaml) names
 # its own configuration.
 #
 # - Measure the links before you choose: `torchrun ... comm/tour.py` on the same machines prints alpha and beta (notebook 03).

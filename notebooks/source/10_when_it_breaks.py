@@ -90,7 +90,7 @@ for receive_first in range(3):
 receivers.compare(works.index(True))
 
 # %% [markdown]
-# One is enough: it takes a message, so its left neighbour goes on and receives, and so on around the ring. A deadlock
+# One is enough: it takes a message, so its left neighbour continues and receives, and so on around the ring. A deadlock
 # is a *cycle* of ranks that wait for each other, and one rank that does not wait breaks it. (With `isend` and `irecv`
 # none waits.)
 #

@@ -89,7 +89,7 @@ $("settings").addEventListener("change", ({ target }) => {
   if (name !== "schedules") offerAll();
   if (!state.shown.length) play(false);
   draw();
-  // The choices are new elements: whoever walks through them by keyboard goes on where they were.
+  // The choices are new elements: whoever walks through them by keyboard continues where they were.
   if (byKeyboard) document.querySelector(`[name="${name}"][value="${CSS.escape(value)}"]`)?.focus();
 });
 

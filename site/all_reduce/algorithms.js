@@ -78,7 +78,7 @@ function recursiveDoublingRounds(n, numel) {
 
 function halvingDoublingRounds(n, numel) {
   const power = 2 ** log2Down(n);
-  const parts = ranksOf(power).map(() => ({ begin: 0, end: numel })); // what each rank goes on with
+  const parts = ranksOf(power).map(() => ({ begin: 0, end: numel })); // what each rank continues with
   const halving = [];
   for (let distance = power / 2; distance >= 1; distance /= 2) {
     const messages = parts.map((part, from) => {

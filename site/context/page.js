@@ -14,7 +14,7 @@ const TRIES = [
   [{ cut: "zigzag" }, "The zigzag cut", "Press Play. All ranks compute equally long in each step, and no rank waits. The ratio"
     + " is 1."],
   [{ cut: "zigzag", rate: 40 }, "A slow link", "A message now takes longer than a step computes, and all ranks wait for"
-    + " their keys. No cut mends that."],
+    + " their keys. No cut fixes that."],
   [{ cut: "zigzag", rate: 40, length: 8 * 32768, compute: 64 * 20e-3 }, "8 times as many tokens on it",
     "Messages take 8 times as long, but attention 64 times. So almost all messages are hidden again."],
   [{ mask: "none" }, "No mask", "All pairs attend, and all ranks compute equally many. So contiguous pieces are balanced, too."],

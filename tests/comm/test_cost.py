@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
 
 
-# the formulas of the exercise predicted_seconds; test_bruck.py and test_hierarchical.py have the others
+# the formulas of the exercise predicted_seconds; test_narrated.py and test_hierarchical.py have the others
 OF_THE_EXERCISE = [(op, pattern) for op, pattern in OURS if pattern not in ("bruck", "hierarchical")]
 
 

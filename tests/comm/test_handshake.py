@@ -1,4 +1,4 @@
-"""Ranks whose calls do not fit together all raise the same error, and the group goes on working."""
+"""Ranks whose calls do not fit together all raise the same error, and the group continues working."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A node that is killed and started again, node0 too, joins the others, and training goes on."""
+"""A node that is killed and started again, node0 too, joins the others, and training continues."""
 
 import re
 import time
@@ -45,7 +45,7 @@ def test_a_killed_node_is_started_again_and_training_goes_on_by_itself(up: Up):
             wait_for(other, waiting)
             assert "Traceback" not in log(other)
             docker("start", f"{NAME}_{victim}_1")
-            went_on = wait_for("node0", r"training goes on after step (\d+) of 1000000", times)
+            went_on = wait_for("node0", r"training continues after step (\d+) of 1000000", times)
             kept = int(went_on[-1])
             assert kept >= before
         wait_for("node0", r"step (\d+)/1000000 +loss", 6)

@@ -1,4 +1,4 @@
-"""A training that is killed at random moments goes on from its last complete checkpoint, with the same bits.
+"""Training that is killed at random moments continues from its last complete checkpoint, with the same bits.
 
 KILLS=200 make check-runs ARGS='-k killed'      tries 200 moments instead of 20
 """

@@ -63,7 +63,7 @@ def test_killed_ranks_are_started_again_and_end_with_the_bits_of_an_undisturbed_
         assert report[figure] == undisturbed[figure], figure
     assert re.findall(r"restart .*", done.stderr)[:2] == [
         f"restart 1: training starts at step 0 again: {folder} has no complete checkpoint yet.",
-        f"restart 2: training goes on after step 3 of 8, from the checkpoint in {folder}.",
+        f"restart 2: training continues after step 3 of 8, from the checkpoint in {folder}.",
     ]
     if is_ours:
         assert "Traceback" not in done.stderr and "rank 1 has died" in done.stderr

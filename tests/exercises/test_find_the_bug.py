@@ -68,7 +68,7 @@ def test_hints_lead_from_what_should_be_so_to_the_line():
 
 def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(tmp_path):
     file = tmp_path / "bug.py"
-    file.write_text(generated(SUMMED) + "# a comment mends nothing\n")
+    file.write_text(generated(SUMMED) + "# a comment fixes nothing\n")
     result = grade(SUMMED, file)
     assert (result.state, result.credit) == ("unsolved", 0.0)
     assert "the mistake is still there" in result.sentence
@@ -99,7 +99,7 @@ def test_the_commands_make_the_file_once_keep_what_was_written_and_list_the_easi
     assert space.next_bug() == bugs()[1]
     assert main(["bugs"], space) == 0
     out = capsys.readouterr().out
-    assert f"1 of {len(bugs())} are mended" in out
+    assert f"1 of {len(bugs())} are fixed" in out
     places = [out.index(text) for text in ("comm, difficulty 1", "comm, difficulty 2", "data_parallel, ")]
     assert places == sorted(places)
 

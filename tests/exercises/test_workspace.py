@@ -46,7 +46,7 @@ def test_progress_survives_and_a_failed_check_does_not_take_a_pass_back(space, c
     assert main(["list"], again) == 0
     out = capsys.readouterr().out
     assert "passed earlier" in out and f"1 of {len(EXERCISES)} have passed" in out
-    assert f"1 of {len(bugs())} bugs are mended" in out
+    assert f"1 of {len(bugs())} bugs are fixed" in out
     assert main(["list", "--json"], again) == 0
     assert json.loads(capsys.readouterr().out)["minutes_left"] == again.minutes_left()
 

@@ -1,4 +1,4 @@
-"""A run on a mesh goes on from its checkpoint, on the same mesh bit for bit, and on any other."""
+"""A run on a mesh continues from its checkpoint, on the same mesh bit for bit, and on any other."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A reader opens a notebook in JupyterLab, types a prediction, stops a deadlock, and goes on."""
+"""A reader opens a notebook in JupyterLab, types a prediction, stops a deadlock, and continues."""
 
 import json
 import os

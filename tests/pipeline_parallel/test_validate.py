@@ -88,7 +88,7 @@ schedule = st.builds(
 
 
 def comes_to_its_end(table: Table) -> bool:
-    """The same question answered without cleverness: look at every rank again until none goes on."""
+    """The same question answered without cleverness: look at every rank again until none continues."""
     last = max(action.stage for row in table for action in row)
     left, done = [list(row) for row in table], set()
     goes_on = True

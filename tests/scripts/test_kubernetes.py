@@ -1,4 +1,4 @@
-"""scripts/kubernetes.yaml is valid, fits the image, and its command trains, is evicted and goes on."""
+"""scripts/kubernetes.yaml is valid, fits the image, and its command trains, is evicted and continues."""
 
 import copy
 import signal

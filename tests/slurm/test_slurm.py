@@ -1,4 +1,4 @@
-"""A job of scripts/slurm.sbatch goes on after preemption and its time limit, and leaves nothing behind."""
+"""A job of scripts/slurm.sbatch continues after preemption and its time limit, and leaves nothing behind."""
 
 import json
 import re

@@ -169,7 +169,7 @@ def test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_chan
         shards = [Shard("model/x", x, (2, 100), (cluster.rank, 0))]
         with mock.patch.object(checkpoint, "write", slow):
             checkpoints.save(1, shards, {"data": data})
-            x.add_(1)  # the training goes on
+            x.add_(1)  # the training continues
             data["next_batch"] += 1
             torch.distributed.all_reduce(x)  # while the writing has not ended
             assert checkpoints.latest() is None
