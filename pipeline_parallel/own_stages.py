@@ -130,6 +130,11 @@ class OwnStages(nn.Module):
             )
         self._is_complete = False
 
+    def room_for(self, boundary: int) -> Tensor:
+        """Return memory for a boundary's activation or its gradient, which are sent contiguous."""
+        like = self.boundaries[boundary]
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+
     def later_copies(self) -> set[nn.Parameter]:
         """Return this rank's copies of shared parameters whose other copy is on a lower rank."""
         return {copy for copy, peer in self.tied if peer < self.rank}

@@ -176,8 +176,8 @@ class Pipeline(OwnStages):
 
     def post(self, message: Message) -> None:
         """Post the receive of a message."""
-        like = self.boundaries[max(message.stage, message.receiver)]
-        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        # A boundary has the number of the stage after it.
+        buffer = self.room_for(max(message.stage, message.receiver))
         peer = self.rank_of[message.stage]
         self.arriving[message] = buffer, irecv(buffer, peer, self.channels.of(peer, self.rank))
 

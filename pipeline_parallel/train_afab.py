@@ -10,7 +10,7 @@ m p (f + b).
 
       bubble        (p-1) / (m + p-1): the idle share of a step; the more microbatches, the smaller
       activations   all m microbatches: each forward is done before the first backward (naive: 1 microbatch)
-      traffic       that of naive model parallelism (train_model_parallel.py)
+      traffic       m activations to the next rank, m gradients to the one before
 
 Each loss is divided by m, and gradients add up over the microbatches, so a step is that of one process on
 the full batch. `AllForwardAllBackward.step` is all of it, written by hand. stage.py cuts the model, and
@@ -49,7 +49,7 @@ class AllForwardAllBackward(OwnStages):
         for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
             given = x_i
             if not is_first:
-                given = torch.empty_like(self.boundaries[rank], device=self.device)
+                given = self.room_for(rank)
                 recv(given, rank - 1)
                 given.requires_grad_()  # its gradient will be sent to the rank before
             with span(str(i), "forward", action="F", microbatch=i, stage=rank):
@@ -57,18 +57,21 @@ class AllForwardAllBackward(OwnStages):
             if is_last:
                 losses.append(made.detach())
             else:
-                leaving.append(isend(made.detach(), rank + 1))  # and go on with the next microbatch
+                leaving.append(
+                    isend(made.detach().contiguous(), rank + 1)
+                )  # and go on with the next microbatch
             kept.append((given, made))
 
-        # All backwards, microbatches in the same order. Without a gradient, backward() starts from the loss.
+        # All backwards, microbatches in the same order.
+        # On the last rank `made` is the loss, and `backward(None)` starts there.
         for i in range(m):
             (given, made), gradient = kept[i], None
             if not is_last:
-                gradient = torch.empty_like(made)
+                gradient = self.room_for(rank + 1)
                 recv(gradient, rank + 1)
             with span(str(i), "backward", action="B", microbatch=i, stage=rank):
                 made.backward(gradient)
-            kept[i] = None
+            kept[i] = None  # free the activations
             if not is_first:
                 leaving.append(isend(given.grad, rank - 1))
 

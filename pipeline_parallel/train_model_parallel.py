@@ -52,7 +52,7 @@ class ModelParallel(OwnStages):
             # Receive. Autograd has to compute the gradient of what was received: it is sent back later.
             given = x_i
             if not is_first:
-                given = torch.empty_like(self.boundaries[rank], device=self.device)
+                given = self.room_for(rank)
                 recv(given, rank - 1)
                 given.requires_grad_()
 
@@ -65,8 +65,8 @@ class ModelParallel(OwnStages):
             if is_last:
                 losses.append(made.detach())
             else:
-                send(made.detach(), rank + 1)
-                gradient = torch.empty_like(made)
+                send(made.detach().contiguous(), rank + 1)
+                gradient = self.room_for(rank + 1)
                 recv(gradient, rank + 1)
 
             # Backward, which frees this microbatch's activations, and send.

@@ -88,8 +88,9 @@ EXERCISES = (
             The first rank uses the batch's input `x`, and the last rank its targets `y`. Both are divided
             along dim 0 into `self.microbatches`, after `self.begin_step(x, y)` has validated them.
             `self.stages[str(self.rank)]` is this rank's stage: `stage(x)` is its output, and on the last rank
-            `stage(x, target)` the mean loss. `self.boundaries[self.rank]` has the shape and dtype of what it
-            receives. `isend(tensor, peer)` starts a send, and `recv(tensor, peer)` receives. Compute in
+            `stage(x, target)` the mean loss. `self.room_for(s)` is memory to receive the input of stage s, or
+            the gradient of this input. `isend(tensor, peer)` starts a send of a contiguous tensor, and
+            `recv(tensor, peer)` receives. Compute in
             `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
             forward, "backward" and "B" for a backward.
         """,
@@ -102,8 +103,8 @@ EXERCISES = (
             "before has sent; it computes, and sends the output on, or computes the loss. Keep the input "
             "and the output: the backward needs both.",
             "A received tensor is a leaf: call requires_grad_() on it, so that autograd computes its "
-            "gradient, which the rank before needs. Send made.detach(). A loss is divided by the number of "
-            "microbatches.",
+            "gradient, which the rank before needs. Send made.detach().contiguous(). A loss is divided by "
+            "the number of microbatches.",
             "Then all backwards, in the same order: made.backward(gradient), where the gradient has come "
             "from the rank after, or is None on the last rank. Send given.grad to the rank before. Drop "
             "what was kept, and wait for all sends at the end.",
