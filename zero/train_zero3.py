@@ -9,25 +9,26 @@
 
 Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
 example) are needed only while the block computes, twice in a step. In between they are freed. While one
-block computes, the next one is gathered (prefetched): the one that the model has registered after it.
+block computes, the next one is gathered (prefetched): in the forward the one registered after it, in the
+backward the one before it.
 
 The root has the parameters of no block or of several: embeddings (first in the picture), the last norm and
 the head (last). It stays full from the start of the forward to the end of the backward, which begins and
-ends with it. So does the last block, with which the backward of the blocks begins.
+ends with it. The last block stays full between forward and backward too, because the backward starts there.
 
       memory of a rank    (P + G + O)/n, and for a time full parameters and gradients of root and two blocks
       bytes sent          (n-1)/n (3 P - root - last block) for each backward: two gathers, one reduce-scatter
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
 `reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
-memory, and saves their second gather. `no_sync()` changes nothing but the bookkeeping: there is no memory for
-full gradients, so each microbatch sends its own.
+memory, and saves their second gather. `no_sync()` saves no messages: there is no memory for full gradients,
+so each microbatch sends its own.
 
 A block's parameters are one flat tensor, a `Unit`, that is gathered, freed and reduce-scattered as a whole.
-The memory of its `full` comes and goes, but it is always that of one storage. So what autograd has saved in
-it for the backward is there again after the next gather. The hooks of `FullyShardedDataParallel` decide when.
-A block's gradients are sent when the backward reaches the block before it. This moment is the same on all
-ranks, also where a rank does not use all parameters. Parts: shards.py, the layout; memory.py, the report.
+`full` keeps one storage, which is resized to 0 bytes and back. Tensors that autograd has saved point into
+this storage, so they are right again after the next gather. The hooks of `FullyShardedDataParallel` decide
+when. A block's gradients are sent when the backward reaches the block before it. This moment is the same on
+all ranks, also where a rank does not use all parameters. Parts: shards.py, the layout; memory.py, the report.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -88,7 +89,7 @@ class Unit:
         self.shards = self.layout.parameter_shards(self.shard)
         self.full = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device)
         self._gathering: Work | None = None
-        self._version = 0  # of the shard when it was gathered; an optimizer step changes it
+        self._gathered_version = 0  # of the shard when it was gathered; an optimizer step changes it
         self.free()
 
     @property
@@ -102,14 +103,15 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Return whether the shard has changed since the last gather."""
-        return self._version != self.shard._version
+        # torch counts the in-place changes of a tensor in `_version`.
+        return self._gathered_version != self.shard._version
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that has been done."""
         if self.is_stale and not self.is_freed:  # after a forward without a backward
             self.free()
         if self.is_freed:
-            self._version = self.shard._version
+            self._gathered_version = self.shard._version
             self.full.untyped_storage().resize_(self.full.nbytes)
             mine = self.full[self.layout.mine].copy_(self.shard)
             self._gathering = all_gather(self.full, mine, self.group, async_op=True, pattern=self.pattern)
@@ -148,8 +150,9 @@ class Unit:
     def wait_for_gradients(self) -> None:
         """Wait for this rank's part of the mean gradients, and add it to that of earlier microbatches."""
         mine, work = self._reducing
-        del self._reducing  # the last reference to the full gradients
+        del self._reducing
         work.wait()
+        # copy=True: a view would keep all of the full gradients in memory.
         self.layout.add_gradient(self.shards, mine.to(self.shard.dtype, copy=True))
 
 
@@ -296,6 +299,8 @@ class FullyShardedDataParallel(ShardedModule):
         """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
         if is_in_backward():
             return
+        # A tensor that is passed on unchanged has the hook of the block that made it; one more would send
+        # that block's gradients too early.
         passed_on, tensors = tree_leaves(inputs), tree_leaves(output)
         for tensor in (leaf for leaf in tensors if isinstance(leaf, Tensor)):
             if tensor.requires_grad and not any(tensor is other for other in passed_on):
@@ -312,6 +317,7 @@ class FullyShardedDataParallel(ShardedModule):
         if any(unit.is_stale for unit in self.blocks[i]):
             raise WorkbookError("The optimizer has stepped between a forward and its backward.")
         self._has_backward, done = True, []
+        # Once per block: each of its outputs has this hook. The root is sent at the end.
         if i > 0 and self._current is not self.blocks[i]:
             done, self._current = self._current, self.blocks[i]
         for unit in done:

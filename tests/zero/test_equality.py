@@ -178,19 +178,23 @@ def test_a_parameter_may_have_fewer_numbers_than_there_are_ranks():
     run_ranks(work, 4)
 
 
-def test_stage_3_takes_lists_in_lists_and_no_blocks():
+def test_stage_3_takes_lists_in_lists_no_blocks_and_blocks_that_pass_their_input_on():
+    class PassesOn(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x
+
     class Nested(nn.Module):
         """A list of lists: the inner ones have no forward."""
 
         def __init__(self, seed: int) -> None:
             super().__init__()
             torch.manual_seed(seed)
-            pairs = (nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)]) for _ in range(2))
+            pairs = (nn.ModuleList([PassesOn(7, 7), PassesOn(7, 7)]) for _ in range(2))
             self.layers = nn.ModuleList(pairs).double()
 
         def forward(self, x: Tensor) -> Tensor:
             for first, second in self.layers:
-                x = x + second(torch.tanh(first(x)))
+                x, _ = second(torch.tanh(first(x)[0]))
             return x
 
     def a_layer(seed: int) -> nn.Module:
