@@ -199,7 +199,10 @@ def reduce_scatter(
     async_op: bool = False,
     pattern: str | None = None,
 ) -> Work:
-    """Write this rank's part of the reduction of all ranks' `full` to `shard`. `full` does not change."""
+    """Write this rank's part of the reduction of all ranks' `full` to `shard`.
+
+    `full` does not change, except where `shard` is the rank's part of it.
+    """
     pattern = _choose("reduce_scatter", pattern, group, full.nbytes)
     check_reduction(op, full.dtype)
     if pattern == "torch":

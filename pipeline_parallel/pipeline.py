@@ -14,19 +14,20 @@
 
     outputs = pipeline.forward_only(x)        # on the last stage's rank, None elsewhere
 
-The loop knows nothing of GPipe or 1F1B, which are tables. A message is named after what it carries: F 1 0 is
-the output of stage 0 for microbatch 1, and I 1 2 the gradient of the input of stage 2. messages.py says when
-the receives are posted. Rank 1 of 2 does this in 1F1B with two microbatches:
+The loop knows nothing of GPipe or 1F1B, which are tables. A message is named after the action that makes it:
+0F1 is the output of stage 0 for microbatch 1, and 2I1 the gradient of the input of stage 2, also where a B
+makes it. messages.py says when the receives are posted. Rank 1 of 2 does this in 1F1B with two microbatches:
 
-      post the receives of F 0 0 and F 1 0
-      1F0                wait for F 0 0, and compute the forward of microbatch 0 in stage 1
-      1B0                its backward, which makes the gradient I 0 1 of the stage's input: start sending it
+      post the receives of 0F0 and 0F1
+      1F0                wait for 0F0, and compute the forward of microbatch 0 in stage 1
+      1B0                its backward, which makes 1I0, the gradient of the stage's input: start sending it
       1F1  1B1           the same for microbatch 1
       wait until all that was sent has arrived: its memory may be used again
 
 What a microbatch needs for its backward is kept from its forward to its backward, and no longer. The output
 is not kept: autograd starts the backward at the output's place in the graph (a gradient edge), so the memory
-of the output is free once it has been sent.
+of the output is free once it has been sent. With I and W, the I leaves weight gradients to a list, `later`,
+and the W computes them (deferred.py). In GPipe and 1F1B this list stays empty.
 """
 
 from collections.abc import Sequence
@@ -188,7 +189,7 @@ class Pipeline(OwnStages):
         buffer, transfer = self.arriving.pop(message)
         with span("wait", "wait"):
             transfer.wait()
-        # A gradient answers an activation, which has arrived, then. Free it.
+        # The gradient proves that our activation has arrived: its memory may be freed.
         answered = Message(FORWARD, message.microbatch, message.receiver)
         if message.kind == INPUT_GRADIENT and answered in self.leaving:
             self.leaving.pop(answered).wait()
@@ -196,7 +197,7 @@ class Pipeline(OwnStages):
 
     def hand_over(self, message: Message | None, made: Tensor, losses: list[Tensor]) -> None:
         """Start sending a result to the stage that needs it, or keep it for a stage of this rank."""
-        if message is None:
+        if message is None:  # only the last stage's forward makes something that no stage needs: the loss
             losses.append(made)
         elif (to := self.rank_of[message.receiver]) == self.rank:
             self.ready[message] = made

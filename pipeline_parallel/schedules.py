@@ -110,10 +110,10 @@ def one_f_one_b(stages: int, microbatches: int) -> Table:
         rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
         rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
 
-    Rank r begins with p-1-r forwards, one for each rank after it. With fewer the ranks after it would wait
-    for work; with more it would hold more, and gain no time. From then on a backward follows each forward
-    and frees the activations of one microbatch. So a rank holds at most p - rank microbatches, however many
-    there are. The bubble is as large as GPipe's.
+    Rank r begins with p-1-r forwards, one for each rank after it. (The picture shows one more: the steady
+    state begins with a forward, too.) With fewer the ranks after it would wait for work; with more it would
+    hold more, and gain no time. From then on a backward follows each forward and frees the activations of
+    one microbatch. So a rank holds at most p - rank microbatches of any number. The bubble is that of GPipe.
 
     Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2 B3. Narayanan et al.,
     "PipeDream", 2019; with all gradients of a batch before the optimizer's step, as here, in their

@@ -56,14 +56,11 @@ class AllForwardAllBackward(OwnStages):
                 made = stage(given, y_i) / m if is_last else stage(given)
             if is_last:
                 losses.append(made.detach())
-            else:
-                leaving.append(
-                    isend(made.detach().contiguous(), rank + 1)
-                )  # and go on with the next microbatch
+            else:  # send, and go on with the next microbatch
+                leaving.append(isend(made.detach().contiguous(), rank + 1))
             kept.append((given, made))
 
-        # All backwards, microbatches in the same order.
-        # On the last rank `made` is the loss, and `backward(None)` starts there.
+        # All backwards. On the last rank `made` is the loss, and `backward(None)` starts there.
         for i in range(m):
             (given, made), gradient = kept[i], None
             if not is_last:

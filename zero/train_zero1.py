@@ -7,7 +7,8 @@
 In plain data parallel every rank computes the same update from the same optimizer state. It is enough if
 one rank updates each number. So each of the n ranks updates an n-th of the parameters, its shard, and sends
 the result to the others. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer
-stands between the two. So nothing hides the all-gather, but as many bytes are sent as without ZeRO:
+stands between the two. The all-gather can start only after the step, when no backward is left to hide it;
+the bytes are those of plain data parallel:
 
       memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
@@ -20,7 +21,9 @@ the shards changes the model. Gradients have a flat tensor of their own for each
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
 reduce-scattered while the backward continues (`_launch`), what is left is sent and awaited
 (`finish_gradient_sync`), and the update follows (`step`). What is not the idea (clipping, checkpoints) is in
-`ShardOptimizer`. Parts of the technique are shards.py, the layout, and memory.py, the report.
+`ShardOptimizer`. Parts of the technique are shards.py, the layout, and memory.py, the report. Stage 2
+(train_zero2.py) is a subclass: it replaces `no_sync`, `_move_in`, `_launch` and `_wait_for_oldest`, and uses
+`_in_flight` and `_is_synchronised`.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -122,7 +125,7 @@ class ShardOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let torch's constructor add its groups, and refuse later ones."""
-        if hasattr(self, "_bucket_of"):
+        if hasattr(self, "_bucket_of"):  # which __init__ sets after torch's constructor
             raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
         super().add_param_group(param_group)
 

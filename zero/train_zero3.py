@@ -103,8 +103,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Return whether the shard has changed since the last gather."""
-        # torch counts the in-place changes of a tensor in `_version`.
-        return self._gathered_version != self.shard._version
+        return self._gathered_version != self.shard._version  # where torch counts in-place changes
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that has been done."""

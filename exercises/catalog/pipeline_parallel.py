@@ -88,9 +88,8 @@ EXERCISES = (
             The first rank uses the batch's input `x`, and the last rank its targets `y`. Both are divided
             along dim 0 into `self.microbatches`, after `self.begin_step(x, y)` has validated them.
             `self.stages[str(self.rank)]` is this rank's stage: `stage(x)` is its output, and on the last rank
-            `stage(x, target)` the mean loss. `self.room_for(s)` is memory to receive the input of stage s, or
-            the gradient of this input. `isend(tensor, peer)` starts a send of a contiguous tensor, and
-            `recv(tensor, peer)` receives. Compute in
+            `stage(x, target)` the mean loss. `self.room_for(s)` is memory for the input of stage s or its
+            gradient. `isend(tensor, peer)` starts a send, and `recv(tensor, peer)` receives. Compute in
             `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
             forward, "backward" and "B" for a backward.
         """,
