@@ -120,8 +120,8 @@ class Server(threading.Thread):
     def _announce(self, gone: Departure) -> None:
         if gone.rank not in self._gone:
             self._gone[gone.rank] = gone
-            for member in self._members.values():
-                member.send(asdict(gone))
+            for rank in sorted(self._members, reverse=True):  # rank 0 last: it may end as soon as it knows
+                self._members[rank].send(asdict(gone))
 
 
 class Liveness:

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -94,13 +95,19 @@ def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(c
     assert "(OP_TIMEOUT is 1 s)" in sentence
 
 
+def send_slowly(connection: Any, message: dict[str, Any], send: Any = liveness.Connection.send) -> None:
+    send(connection, message)
+    time.sleep(0.1)  # as if the thread had lost its core
+
+
 def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> None:
     set_variables(environments[cluster.rank])
     place = rendezvous.join()
     collectives.barrier()
     if place.rank == 2:
         die()
-    collectives.all_reduce(torch.ones(10), pattern=pattern)
+    with replaced("comm.membership.liveness.Connection.send", send_slowly):
+        collectives.all_reduce(torch.ones(10), pattern=pattern)
 
 
 def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
