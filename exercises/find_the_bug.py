@@ -59,7 +59,7 @@ class Bug(Exercise):
         """Return the learner's file: the lesson's function with the mistake, and without comments."""
         place = f"`{self.qualified_name}` of {self.lesson.relative_to(ROOT)}"
         text = f"Find the bug. {self.symptom} The mistake is in {place}."
-        check = f"Mend it below, and check it with `python -m exercises check {self.name}`."
+        check = f"Fix it below, and check it with `python -m exercises check {self.name}`."
         code = _wrong_code(self)
         lines = [textwrap.fill(text, 108), "", check, TOOLS, *([PATTERN] if "pattern=" in code else [])]
         return '"""' + "\n".join(lines) + '\n"""\n\n' + code + "\n"

@@ -51,7 +51,7 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
 def bug(name: str) -> None:
     """Print the symptom of a wrong implementation, and put its code into the next cell of the notebook.
 
-    Mend it there, run the cell, and grade it: `check(the_function, name)`. Raise LookupError if there is no
+    Fix it there, run the cell, and grade it: `check(the_function, name)`. Raise LookupError if there is no
     such exercise.
     """
     exercise = _exercise_of(name)

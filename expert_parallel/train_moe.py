@@ -19,9 +19,8 @@ expert gets is not known in advance, and the slowest rank sets the time of all. 
 (balancing.py), and `--capacity` drops tokens that are too many for one expert: such a token keeps its other
 experts, and a token without any gets the output of the shared expert only (`--shared`), or nothing.
 
-Gradients of all but the experts are means over all ranks. An expert's gradient already holds the tokens of
-its whole expert group, as a sum: so it is averaged over its replicas (config.py), and divided by the number
-of ranks of an expert group.
+The gradients of other parameters are means over all ranks. An expert's is a sum over its expert group, so it
+is averaged over its replicas (config.py), and divided by the number of ranks of an expert group.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
 experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
@@ -73,8 +72,7 @@ class Router(nn.Module):
     """Choose top_k experts for each token. The weight of a chosen expert is its probability.
 
     The weights of a token are not divided by their sum: with k = 1 the weight would always be 1, and the
-    router would get no gradient. The bias decides who is chosen (balancing.py), and does not change the
-    weight.
+    router would get no gradient. The bias decides who is chosen (balancing.py), and not the weight.
     """
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
