@@ -40,6 +40,7 @@ _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small
 _SLICE_SECONDS = 1e-3  # if another program takes the core for so long, do not spin for a while ...
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # ... and for twice as long if that happens again
 _NAP = 2e-3  # of the thread that moves messages while no other does, and of ranks that have not met yet
+_LONGEST_NAP = 2e-2  # of that thread if nothing moves: each time it wakes, computing has to wait
 _HELPER = "messages"  # the name of that thread
 _FRAME = struct.Struct("=q")
 _is_ending = threading.Event()
@@ -204,7 +205,8 @@ class Streams:
 
     def in_background(self) -> None:
         """Move messages every few milliseconds until all are done, unless another thread does."""
-        while not _is_ending.wait(_NAP):
+        nap = _NAP
+        while not _is_ending.wait(nap):
             with self._lock:
                 if not any(peer.is_busy and not peer.has_left for peer in self.peers):
                     self._helper = None
@@ -213,8 +215,9 @@ class Streams:
                     try:
                         self._meet()
                         self._accept()
+                        nap = min(2 * nap, _LONGEST_NAP)
                         while self._move():
-                            pass
+                            nap = _NAP
                     except CommError:  # the rank that waits raises it
                         self._helper = None
                         return
