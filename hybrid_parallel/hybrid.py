@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, chosen_pattern, use_pattern
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.full_state import full_state
-from hybrid_parallel.clipping import clip_over, counted_elsewhere
+from hybrid_parallel.clipping import counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
@@ -46,6 +46,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard, shards_of
+from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
@@ -164,17 +165,18 @@ class HybridParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
         groups = [self.mesh.pipeline, self.mesh.tensor]
-        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        trained = {parameter: parameter for parameter in self.module.parameters()}
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
         if self.sizes.zero:
             groups.append(self.mesh.replicas)
-            gradients = [(shard.parameter, shard.tensor.grad) for shard in self.zero_shards]
+            trained = {shard.parameter: shard.tensor for shard in self.zero_shards}
         if self.experts is not None:
             groups.append(self.experts.groups.experts)
             if self.experts.groups.rank > 0:
-                uncounted |= {*self.module.parameters()} - {*experts_of(self.module)}
+                uncounted |= {*trained} - {*experts_of(self.module)}
         groups = [group for group in groups if dist.get_world_size(group) > 1]
-        return clip_over(groups, gradients, uncounted, max_norm, self.pattern, self.device)
+        uncounted = {tensor for parameter, tensor in trained.items() if parameter in uncounted}
+        return clip_grad_norm_(trained.values(), max_norm, groups, self.pattern, uncounted, self.device)
 
     def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
         parts = microbatches(x, y, self.sizes.microbatches)

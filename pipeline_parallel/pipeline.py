@@ -129,8 +129,8 @@ class Pipeline(OwnStages):
 
         All ranks call it, after `finish_gradient_sync`. (torch's own sees only the gradients of this rank.)
         """
-        copies = self.later_copies()
-        return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, device=self.device)
+        uncounted = self.later_copies()
+        return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)
 
     def compute(
         self, action: Action, given: Tensor | None, xs: Sequence[Tensor], ys: Sequence[Tensor]

@@ -159,8 +159,9 @@ class TensorParallel(nn.Module):
         """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
         named = dict(self.module.named_parameters())
         replicated = {parameter for name, parameter in named.items() if name not in self.dims}
+        uncounted = replicated if dist.get_rank(self.group) > 0 else ()
         pattern = chosen_pattern("all_reduce", self.group)
-        return clip_grad_norm_(named.values(), max_norm, self.group, pattern, replicated)
+        return clip_grad_norm_(named.values(), max_norm, [self.group], pattern, uncounted)
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""

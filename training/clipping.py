@@ -1,14 +1,13 @@
 """Clip gradients by their norm over all ranks, where each rank has a part of them.
 
 on this rank                                   in the norm
-a shard of a gradient, or a stage's own        summed over the ranks
-`replicated`: all ranks have the same          added once
-`copies`: another rank has the same            left out; that rank counts it
+a shard of a gradient, or a stage's own        added up over the ranks
+`uncounted`: another rank has the same         left out; that rank counts it
 
-norm = sqrt(all-reduce(sum of squares of the parts) + sum of squares of the replicated)
+norm = sqrt(sum of squares): each rank adds up what it counts, and all-reduces the sum
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +18,24 @@ from comm.collectives import Group, all_reduce
 def clip_grad_norm_(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
-    group: Group = None,
+    groups: Sequence[Group],
     pattern: str | None = None,
-    replicated: Collection[nn.Parameter] = (),
-    copies: Collection[nn.Parameter] = (),
+    uncounted: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
 ) -> Tensor:
     """Scale the gradients as torch's clip_grad_norm_ does on one process, and return the norm before that.
 
-    All ranks of `group` call it with what each has, and get the same norm, in float64. `device` is needed
-    where a rank has no parameters.
+    All ranks of each group call it with what each has, and get the same norm, in float64. Squares are added
+    up over one group after the other. `device` is needed where a rank has no parameters.
     """
     parameters = list(parameters)
-    device = parameters[0].device if device is None else device
-    parts, common = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if device is None else device)
     for parameter in parameters:
-        if parameter.grad is not None and parameter not in copies:
-            (common if parameter in replicated else parts).add_(sum_of_squares(parameter.grad))
-    all_reduce(parts, group=group, pattern=pattern)
-    norm = (parts + common).sqrt()
+        if parameter.grad is not None and parameter not in uncounted:
+            total += sum_of_squares(parameter.grad)
+    for group in groups:
+        all_reduce(total, group=group, pattern=pattern)
+    norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

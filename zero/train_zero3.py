@@ -191,7 +191,7 @@ class ShardedModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        return clip_grad_norm_(list(self.parameters()), max_norm, self.group, self.pattern)
+        return clip_grad_norm_(self.parameters(), max_norm, [self.group], self.pattern)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the plain module, on every rank. All ranks must call it."""

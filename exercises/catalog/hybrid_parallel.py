@@ -82,15 +82,13 @@ EXERCISES = (
         title="Clipping on a mesh",
         notebook="09_everything_on_one_mesh",
         target="hybrid_parallel.clipping.counted_elsewhere",
-        also=("hybrid_parallel.clipping.clip_over",),
         tests=(
-            ONE_PROCESS + "test_the_norm_of_a_rank_without_gradients_is_that_of_all",
             ONE_PROCESS + "test_pipelines_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_divided_layers_in_shards_of_zero_3_equal_one_process",
         ),
         difficulty=3,
-        minutes=35,
+        minutes=20,
         needs=("complete_gradients",),
         doc="""
             Return the parameters of this rank whose gradients another rank of its replica counts.
@@ -101,27 +99,14 @@ EXERCISES = (
             names and parameters. `pipeline.later_copies()` returns the parameters that an earlier stage also
             has.
         """,
-        docs={
-            "clip_over": """
-                Scale the gradients so that their norm over all ranks of the axes is at most `max_norm`.
-
-                `gradients` has pairs of a parameter and what this rank holds of its gradient, or None. The
-                gradients of `uncounted` parameters are scaled, and do not count in the norm. `axes` are the
-                groups over which the squares are added up, along one axis after the other. All ranks take
-                part, also one that has no gradient: it adds zero, on `device`. Return the norm before the
-                scaling, in float64. The gradients are multiplied by max_norm / (norm + 1e-6), but never by
-                more than 1, in place: `gradient.as_subclass(Tensor).mul_(scale)`.
-            """,
-        },
         hints=(
             "The norm is the root of the sum of all squares, and a sum may be computed in parts: each rank "
             "adds the squares that it alone has, and the ranks add up these sums. So which of two ranks with "
             "the same gradient counts it? Any, but only one of them.",
-            "counted_elsewhere: the later copies of the pipeline, and on each rank of the tensor group but "
-            "the first (dist.get_rank(tensor.group)) all parameters whose names are not in tensor.dims.",
-            "clip_over: start from torch.zeros((), dtype=torch.float64, device=device), add sum_of_squares("
-            "gradient.as_subclass(Tensor)) of each counted gradient, and all_reduce this one number along "
-            "each axis in turn, with group=axis and pattern=pattern. Then take the root, and scale.",
+            "The later copies of the pipeline do not count, and on each rank of the tensor group but the first "
+            "(dist.get_rank(tensor.group)) all parameters that the group does not divide.",
+            "Start from an empty set, and add pipeline.later_copies() with |=. Then, if dist.get_rank("
+            "tensor.group) > 0, add each parameter of tensor.module whose name is not in tensor.dims.",
         ),
     ),
 )

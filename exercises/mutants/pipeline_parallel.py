@@ -53,9 +53,8 @@ mutant(
     target="pipeline_parallel.pipeline.Pipeline.clip_grad_norm_",
     changes={
         (
-            "copies = self.later_copies()\n"
-            "return clip_grad_norm_(self.parameters(), max_norm, self.group, copies=copies, "
-            "device=self.device)"
+            "uncounted = self.later_copies()\n"
+            "return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)"
         ): "return nn.utils.clip_grad_norm_(self.parameters(), max_norm)",
     },
     killer=MUTANT_KILLERS + "test_the_norm_is_that_of_all_stages",

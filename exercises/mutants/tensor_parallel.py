@@ -89,7 +89,7 @@ mutant(
     "tensor_norm_counts_replicas",
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
-    changes={"pattern, replicated)": "pattern)"},
+    changes={"pattern, uncounted)": "pattern)"},
     killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
     cause="counted on each",
 )
@@ -99,7 +99,7 @@ mutant(
     "Replicated parameters drift apart: each rank clips by the norm of its own shards.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={
-        "clip_grad_norm_(named.values(), max_norm, self.group, pattern, replicated)": (
+        "clip_grad_norm_(named.values(), max_norm, [self.group], pattern, uncounted)": (
             "nn.utils.clip_grad_norm_(named.values(), max_norm)"
         ),
     },

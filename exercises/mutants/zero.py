@@ -175,7 +175,7 @@ mutant(
     "zero_clipped_by_the_local_norm",
     "Clipped gradients are too long and change direction: each rank clips by the norm of its own shard.",
     target="training.clipping.clip_grad_norm_",
-    changes={"all_reduce(parts, group=group, pattern=pattern)": ""},
+    changes={"for group in groups:\n    all_reduce(total, group=group, pattern=pattern)": ""},
     killer=EQUALITY + "test_gradients_are_clipped_by_the_norm_over_all_shards",
     cause="one rank's part",
 )

@@ -560,7 +560,7 @@ def groups_of(axis, sizes):
 # check(coordinates_of, "mesh");
 
 # %% [markdown]
-# 2. `complete_gradients` (20 minutes) and then `clip_on_a_mesh` (35 minutes): which group completes a gradient, and which ranks
+# 2. `complete_gradients` (20 minutes) and then `clip_on_a_mesh` (20 minutes): which group completes a gradient, and which ranks
 #    count it in the norm. `make exercises ARGS='watch clip_on_a_mesh'` checks your file each time you save it.
 # 3. `make exercises ARGS='bug bug_clipping_d29'`: "runs with a pipeline clip harder". Find the mistake.
 #
