@@ -103,8 +103,8 @@ EXERCISES = (
             "The norm is the root of the sum of all squares, and a sum may be computed in parts: each rank "
             "adds the squares that it alone has, and the ranks add up these sums. So which of two ranks with "
             "the same gradient counts it? Any, but only one of them.",
-            "The later copies of the pipeline do not count, and on each rank of the tensor group but the first "
-            "(dist.get_rank(tensor.group)) all parameters that the group does not divide.",
+            "The later copies of the pipeline do not count. On each rank of the tensor group but the first "
+            "(dist.get_rank(tensor.group)), neither do parameters that the group does not divide.",
             "Start from an empty set, and add pipeline.later_copies() with |=. Then, if dist.get_rank("
             "tensor.group) > 0, add each parameter of tensor.module whose name is not in tensor.dims.",
         ),
