@@ -9,13 +9,11 @@ thread: it shuts down the TCP connections of this process, and what waits for a 
 """
 
 import ast
-import functools
 import linecache
 import os
 import queue
 import signal
 import threading
-import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -39,10 +37,10 @@ PATIENCE = 0.3  # seconds for which Python code may react to the interrupt, befo
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for `kind`: a "cell", "push", "pull", "complete", "status", "reform" or "interrupt"."""
+    """Asks for `kind`: a "cell", "push", "pull", "status", "reform" or "interrupt"."""
 
     kind: str
-    text: str = ""  # a cell's source, an expression, a name to complete, or the prefix of a new group's store
+    text: str = ""  # a cell's source, an expression, or the prefix of a new group's store
     name: str = ""  # the cell's file name in tracebacks
     values: dict[str, Any] = field(default_factory=dict)  # to push
     record: bool = False  # whether to record the cell's spans (lab/trace/timeline.py)
@@ -56,7 +54,6 @@ class Reply:
     shown: str | None = None  # repr of the cell's last expression; None if it is None
     error: str = ""  # the last line of the traceback
     traceback: str = ""
-    seconds: float = 0.0  # that a cell has taken
     events: tuple[Event, ...] = ()  # of a cell that was recorded
 
 
@@ -91,7 +88,6 @@ class _Cells:
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         while (request := self._requests.get()) is not None:
             self._done.clear()
-            start = time.perf_counter()
             try:
                 self._is_busy = True
                 reply = getattr(self, request.kind)(request)
@@ -100,7 +96,7 @@ class _Cells:
                 self._is_busy = False
                 reply = _failure(error)
             self._done.set()
-            self._answer(replace(reply, seconds=time.perf_counter() - start))
+            self._answer(reply)
 
     def _interrupted(self, *_: object) -> None:
         if self._is_busy:
@@ -157,17 +153,6 @@ class _Cells:
     def pull(self, request: Request) -> Reply:
         """Return the value of an expression."""
         return Reply(eval(request.text, self.names))
-
-    def complete(self, request: Request) -> Reply:
-        """Return the variables, or the attributes of one, whose names begin like this."""
-        owner, dot, last = request.text.rpartition(".")
-        names = list(self.names)
-        if dot:
-            first, *rest = owner.split(".")
-            names = dir(functools.reduce(getattr, rest, self.names[first])) if first in self.names else []
-        wanted = [name for name in names if name.startswith(last)]
-        shown = wanted if last.startswith("_") else [name for name in wanted if not name.startswith("_")]
-        return Reply(sorted(f"{owner}{dot}{name}" for name in shown))
 
     def status(self, request: Request) -> Reply:
         """Return the process id, the device, the memory in bytes, and the names of the cells' variables."""

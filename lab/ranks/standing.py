@@ -78,10 +78,6 @@ class StandingRanks:
                 raise WorkbookError(f"rank {rank}: {reply.error}")
         return {rank: reply.value for rank, reply in replies.items()}
 
-    def completed(self, begun: str) -> list[str]:
-        """Return the names of rank 0's variables, or of a variable's attributes, that begin like this."""
-        return self._ask(Request("complete", begun), [0])[0].value or []
-
     def status(self) -> dict[int, tuple[int, str, int, list[str]]]:
         """Return each rank's process id, device, memory in bytes, and the names of its variables."""
         return {rank: reply.value for rank, reply in self._ask(Request("status"), self._chosen(None)).items()}

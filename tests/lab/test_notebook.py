@@ -69,8 +69,7 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
     for cell, sentence in (
         (
             "%ranks four",
-            "%ranks four: write a number of ranks (and cuda, to use GPUs), or status, times, restart, stop, "
-            "everywhere or here.",
+            "%ranks four: write a number of ranks (and cuda, to use GPUs), or status, restart or stop.",
         ),
         ("%ranks 2 cuda", "run_ranks(device='cuda'): this machine has no GPU; leave device out."),
         ("%%ranks 0\n1", "%%ranks 0: for some of the ranks write %%rank, as in %%rank 0,2."),
