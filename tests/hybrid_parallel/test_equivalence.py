@@ -152,7 +152,6 @@ def test_experts_divided_among_replicas_equal_one_process():
         Sizes(data=2, microbatches=2),
         Sizes(data=2, zero=1),
         experts=MOE,
-        num_layers=2,
     )
 
 
@@ -165,13 +164,12 @@ def test_divided_experts_beside_replicas_divided_layers_and_cut_sequences_equal_
         Sizes(data=2, context=2, expert_ranks=2, microbatches=2),
         Sizes(data=2, context=2, expert_ranks=4, attention="all_to_all"),
         experts=MOE,
-        num_layers=2,
     )
 
 
 def test_dropped_tokens_are_those_of_one_process_with_the_same_capacity():
     experts = Experts(MoEConfig(4, 2, capacity=0.8), aux_weight=0.3)
-    check(Sizes(data=2, expert_ranks=2, microbatches=2), experts=experts, num_layers=2)
+    check(Sizes(data=2, expert_ranks=2, microbatches=2), experts=experts)
 
 
 def test_all_axes_on_eight_ranks_equal_one_process():
