@@ -19,8 +19,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from exercises.checker.compared import Compared
 from exercises.checker.relations import Relation, across_ranks, belongs_to, relation, wrong_values
-from lab.ranks.compared import Compared
 from lab.ranks.waiting import Wait, chain
 
 _WAITED = re.compile(r"rank (\d+) could not (send to|receive from) rank (\d+): it waited until the timeout")

@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from exercises.checker.causes import Evidence, likely_cause
+from exercises.checker.compared import Compared, compared_in
 from exercises.checker.explain import name_of
 from exercises.checker.relations import Relation, wrong_values
+from lab import ranks
 from lab.ranks import RankError
-from lab.ranks.compared import Compared, compared_in
 from lab.ranks.waiting import drawn
 
 _NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
+ranks.describe = compared_in  # a rank that fails says what it has compared
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
 
 
@@ -24,7 +26,7 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
     `test` is the failed test's id, and `table` the learner's wrong schedule, which begins with a sentence.
     """
     own = compared_in(error)
-    compared = error.compared if isinstance(error, RankError) else {None: own} if own else {}
+    compared = error.described if isinstance(error, RankError) else {None: own} if own else {}
     waits = error.waits if isinstance(error, RankError) else {}
     rank = error.rank if isinstance(error, RankError) else None
     evidence = Evidence(name_of(test), str(error), compared, waits)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.ranks.compared import Compared
+from exercises.checker.compared import Compared
 
 CLOSE = 1e-6
 DIGITS = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6}  # the rounding error of a number

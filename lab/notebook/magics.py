@@ -32,7 +32,6 @@ from rich.table import Table
 from lab.launch.errors import WorkbookError
 from lab.ranks import forked
 from lab.ranks.cells import Reply
-from lab.ranks.output import print_tagged
 from lab.ranks.standing import StandingRanks
 from lab.units import show_bytes
 
@@ -80,7 +79,7 @@ class RanksMagics(Magics):
         """Start ranks (%ranks 4), or restart, stop or show them: see lab/notebook/magics.py."""
         what, *more = line.split() or ["status"]
         if what.isdecimal() and int(what) and more in ([], ["cpu"], ["cuda"]):
-            new = StandingRanks(int(what), print_tagged, *more)
+            new = StandingRanks(int(what), *more)
             self.stop()
             self._ranks = new
         elif more or what not in ("status", "restart", "stop"):
@@ -128,7 +127,7 @@ class RanksMagics(Magics):
 
     def _running(self) -> StandingRanks:
         if self._ranks is None:
-            self._ranks = StandingRanks(DEFAULT_RANKS, print_tagged)
+            self._ranks = StandingRanks(DEFAULT_RANKS)
             print(self._state())
         return self._ranks
 

@@ -5,7 +5,6 @@ and collects the results. After an error or a hang it names the rank and the sou
 """
 
 import os
-import selectors
 import sys
 import tempfile
 import time
@@ -16,33 +15,35 @@ import cloudpickle
 
 from lab import replace
 from lab.launch.devices import refuse_devices
-from lab.ranks import forked, stacks
-from lab.ranks.child import Job
-from lab.ranks.compared import Compared
-from lab.ranks.output import print_tagged, read_lines
+from lab.ranks import stacks
+from lab.ranks.child import READY, Job
+from lab.ranks.forked import Processes
 from lab.ranks.waiting import Wait, drawn
 from lab.units import MAX_SECONDS
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 _STACKS = 5.0  # seconds that a rank may need to say where it is
 
+# Set it to learn more of each failure: what it returns on the rank that fails is in RankError.described.
+describe: Callable[[BaseException], Any] | None = None
+
 
 class RankError(RuntimeError):
     """Report a rank that failed, died or hung. The text is its traceback, or says how it died or hangs.
 
-    `rank` is the rank that failed first or, after a hang, the lowest rank that is stuck. `compared` has, for
-    each rank that failed with an assertion, what that compared. `waits` says after a hang who waits for whom.
+    `rank` is the rank that failed first or, after a hang, the lowest rank that is stuck. `described` has what
+    `describe` says of each rank's failure. `waits` says after a hang who waits for whom.
     """
 
     def __init__(
         self,
         rank: int,
         text: str,
-        compared: dict[int, Compared] | None = None,
+        described: dict[int, Any] | None = None,
         waits: dict[int, Wait] | None = None,
     ) -> None:
         super().__init__(text)
-        self.rank, self.compared, self.waits = rank, compared or {}, waits or {}
+        self.rank, self.described, self.waits = rank, described or {}, waits or {}
 
 
 def run_ranks(
@@ -62,8 +63,8 @@ def run_ranks(
     "cpu" or "cuda". With GPUs `backend` may be "nccl", which needs a GPU for each rank.
 
     Raise RankError with the traceback of the rank that failed first, or with the line where each rank is
-    stuck. With `collect_failures` a failing rank does not end the others: its place in the result holds its
-    RankError. Raise WorkbookError if this machine cannot offer `device` and `backend`.
+    stuck. With `collect_failures` a rank that fails in `fn` does not end the others: its place in the result
+    holds its RankError. Raise WorkbookError if this machine cannot offer `device` and `backend`.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}.")
@@ -76,108 +77,89 @@ def run_ranks(
     refuse_devices(device, backend, world_size)
     work = cloudpickle.dumps((fn, args, replace.active()))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        place = (list(sys.path), os.getcwd())
-        jobs = [Job(r, world_size, folder, backend, device, limit, work, *place) for r in range(world_size)]
-        supervisor = _Supervisor(jobs, timeout, collect_failures)
+        given = world_size, folder, backend, device, limit, work, list(sys.path), os.getcwd()
+        processes = Processes([Job(rank, *given, describe=describe) for rank in range(world_size)])
         try:
-            return supervisor.results()
+            return _Call(processes, folder, timeout, collect_failures).results()
         finally:
-            supervisor.end()
+            processes.end()
 
 
-class _Supervisor:
-    """Run the parent's side of one call, with the processes, their pipes, and the answers from them."""
+class _Call:
+    """Collect the answers and the failures of one call's ranks."""
 
-    def __init__(self, jobs: list[Job], timeout: float, collect_failures: bool) -> None:
-        self.jobs, self.timeout, self.collect_failures = jobs, timeout, collect_failures
-        self.started: list[forked.ForkedProcess] = []
-        self.selector = selectors.DefaultSelector()
+    def __init__(self, processes: Processes, folder: str, timeout: float, collect_failures: bool) -> None:
+        self.processes, self.folder, self.timeout = processes, folder, timeout
+        self.collect_failures = collect_failures
+        self.ready: set[int] = set()
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, tuple[float, RankError]] = {}
 
     def results(self) -> list[Any]:
-        self.started = forked.start(self.jobs)
-        for job, rank in zip(self.jobs, self.started, strict=True):
-            for pipe, what in ((rank.pipe, "answer"), (rank.out, sys.stdout), (rank.err, sys.stderr)):
-                self.selector.register(pipe, selectors.EVENT_READ, (job.rank, what, bytearray()))
-        deadline = time.monotonic() + self.timeout
-        while len(self.answers) + len(self.failures) < len(self.jobs):
-            if self.failures and not self.collect_failures:
+        num_ranks = len(self.processes.all)
+        for rank, message in self.processes.messages(self.timeout):
+            self._take(rank, message)
+            if self._has_failed() or len(self.answers) + len(self.failures) == num_ranks:
                 break
-            if not self._turn(deadline):
-                raise self._hang()
-        self._drain(time.monotonic() + _GRACE)
-        if self.failures and not self.collect_failures:
+        else:
+            raise self._hang()
+        self._drain()
+        if self._has_failed():
             raise self._first_failure()
         everything = self.answers | {rank: error for rank, (_, error) in self.failures.items()}
-        return [everything[job.rank] for job in self.jobs]
+        return [everything[rank] for rank in range(num_ranks)]
 
-    def end(self) -> None:
-        forked.end(self.started)
-        self.selector.close()
+    def _has_failed(self) -> bool:
+        # A group is formed by all ranks or by none, so the others cannot go on without one that is not ready.
+        return bool(self.failures if not self.collect_failures else self.failures.keys() - self.ready)
 
-    def _turn(self, deadline: float) -> bool:
-        """Wait for output or answers, and handle them. Return False if the deadline has passed."""
-        ready = self.selector.select(max(0.0, deadline - time.monotonic()))
-        for key, _ in ready:
-            rank, what, buffer = key.data
-            if what == "answer":
-                self.selector.unregister(key.fileobj)
-                self._take_answer(rank, key.fileobj)
-                continue
-            lines, is_open = read_lines(key.fileobj, buffer)  # type: ignore[arg-type]
-            if not is_open:
-                self.selector.unregister(key.fileobj)
-            for line in lines:
-                print_tagged(rank, line, what)
-            what.flush()
-        # Check the time even if there is output: a rank may print without end.
-        return bool(ready) and time.monotonic() < deadline
+    def _drain(self) -> None:
+        for rank, message in self.processes.messages(_GRACE):
+            self._take(rank, message)
 
-    def _drain(self, deadline: float) -> None:
-        while self.selector.get_map() and self._turn(deadline):
-            pass
-
-    def _take_answer(self, rank: int, pipe: Any) -> None:
-        try:
-            answer = pipe.recv_bytes()
-        except (EOFError, ConnectionError):
-            how = self.started[rank].death()
+    def _take(self, rank: int, message: bytes | None) -> None:
+        if message == READY:
+            self.ready.add(rank)
+            return
+        if message is None:
+            how = self.processes.all[rank].death()
             # A death counts as the first failure, because it causes the errors of its peers.
             self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
             return
+        self.processes.forget(rank)
         try:
-            when, result, trace = cloudpickle.loads(answer)
+            when, result, trace = cloudpickle.loads(message)
         except Exception as error:
             when, result, trace = time.monotonic(), None, f"its result cannot be unpickled: {error!r}"
         if trace is None:
             self.answers[rank] = result
         else:
             text = trace if isinstance(trace, str) else "".join(trace.format())
-            compared = {rank: result} if isinstance(result, Compared) else {}
-            self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}", compared))
+            described = {} if result is None else {rank: result}
+            self.failures[rank] = (when, RankError(rank, f"rank {rank} failed:\n\n{text}", described))
 
     def _first_failure(self) -> RankError:
         rank, (_, error) = min(self.failures.items(), key=lambda item: item[1][0])
         others = [_short(later) for r, (_, later) in sorted(self.failures.items()) if r != rank]
         note = "\nAfterwards also: " + "; ".join(others) if others else ""
-        compared = {r: c for _, one in self.failures.values() for r, c in one.compared.items()}
-        return RankError(rank, f"{error}{note}", compared)
+        described = {r: text for _, one in self.failures.values() for r, text in one.described.items()}
+        return RankError(rank, f"{error}{note}", described)
 
     def _hang(self) -> RankError:
-        stuck = [job.rank for job in self.jobs if job.rank not in self.answers | self.failures]
-        asked = {rank: self.started[rank] for rank in stuck}
-        places, waits = stacks.ask(asked, self.jobs[0].folder, _STACKS)
-        self._drain(time.monotonic() + _GRACE)
+        ranks = range(len(self.processes.all))
+        stuck = [rank for rank in ranks if rank not in self.answers | self.failures]
+        asked = {rank: self.processes.all[rank] for rank in stuck}
+        places, waits = stacks.ask(asked, self.folder, _STACKS)
+        self._drain()
         lines = [f"no answer within {self.timeout:g} s."]
-        for job in self.jobs:
-            if job.rank in stuck:
-                how = "still" if places[job.rank].startswith(stacks.COMPUTING) else "stuck"
-                lines.append(f"rank {job.rank} is {how} {places[job.rank]}")
-            elif job.rank in self.answers:
-                lines.append(f"rank {job.rank} has finished")
+        for rank in ranks:
+            if rank in stuck:
+                how = "still" if places[rank].startswith(stacks.COMPUTING) else "stuck"
+                lines.append(f"rank {rank} is {how} {places[rank]}")
+            elif rank in self.answers:
+                lines.append(f"rank {rank} has finished")
             else:
-                lines.append(_short(self.failures[job.rank][1]))
+                lines.append(_short(self.failures[rank][1]))
         if waits:
             lines.append(drawn(waits))
         return RankError(stuck[0], "\n  ".join(lines), waits=waits)

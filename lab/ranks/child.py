@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import gc
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -26,7 +27,9 @@ from lab.launch.devices import device_of
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK
 from lab.ranks import stacks
-from lab.ranks.compared import compared_in
+
+READY = b"The group is formed."  # from a rank to its parent, before it calls its function
+INTERRUPT = b"End what you do."  # from a parent to its rank
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,31 @@ class Job:
     work: bytes
     path: list[str]
     working_directory: str
+    stays: bool = False  # the function gets the Parent, too, and answers its requests
+    describe: Callable[[BaseException], Any] | None = None  # what RankError.described has of a failure
+
+
+class Parent:
+    """Serve the parent from a thread: say where this rank is, keep its requests, and end with it."""
+
+    def __init__(self, pipe: Connection, job: Job) -> None:
+        self.pipe, self._job = pipe, job
+        self.requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.interrupt: Callable[[], None] = lambda: None  # ends what the main thread does
+        threading.Thread(target=self._serve, name="serve the parent", daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message = self.pipe.recv_bytes()
+                if message == stacks.ASK:
+                    stacks.answer(self._job.folder, self._job.rank)
+                elif message == INTERRUPT:
+                    threading.Thread(target=self.interrupt, daemon=True).start()
+                else:
+                    self.requests.put(message)
+        shutil.rmtree(self._job.folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
 
 
 def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> None:
@@ -54,16 +82,16 @@ def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> N
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)
-    _serve_the_parent(pipe, job)
+    parent = Parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
     with open(stacks.stack_file(job.folder, job.rank), "a") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         failed = False
         try:
-            reply = cloudpickle.dumps((time.monotonic(), _call(job), None))
+            reply = cloudpickle.dumps((time.monotonic(), _call(job, parent), None))
         except BaseException as error:
-            failed, reply = True, _failure(error)
+            failed, reply = True, _failure(error, job)
         _finish_output()
         pipe.send_bytes(reply)
         if failed:
@@ -73,7 +101,7 @@ def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> N
             signal.pause()
 
 
-def _call(job: Job) -> Any:
+def _call(job: Job, parent: Parent) -> Any:
     fn: Callable[..., Any]
     fn, args, replacements = cloudpickle.loads(job.work)
     device = device_of(job.rank, job.device)
@@ -88,8 +116,9 @@ def _call(job: Job) -> Any:
         # Wait for all: if a rank failed while a peer is still connecting, the peer's error would hide the
         # cause.
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
+    parent.pipe.send_bytes(READY)
     with replace.apply(replacements):
-        return fn(cluster, *args)
+        return fn(cluster, *args, parent) if job.stays else fn(cluster, *args)
 
 
 def form_group(backend: str, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
@@ -107,29 +136,21 @@ def _finish_output() -> None:
         os.dup2(nowhere.fileno(), 2)
 
 
-def _failure(error: BaseException) -> bytes:
-    # The parent looks up source lines, because only it knows the cells of a notebook.
-    trace = traceback.TracebackException.from_exception(error, lookup_lines=False, compact=True)
-    link: traceback.TracebackException | None = trace
-    while link is not None:
-        link.stack[:] = [frame for frame in link.stack if frame.filename != __file__]
-        link = link.__cause__ or link.__context__
+def _failure(error: BaseException, job: Job) -> bytes:
     now = time.monotonic()
     try:
-        return cloudpickle.dumps((now, compared_in(error), trace))
+        described = job.describe(error) if job.describe else None
+        return cloudpickle.dumps((now, described, trace_of(error, __file__)))
     except Exception:
         return cloudpickle.dumps((now, None, "".join(traceback.format_exception(error))))
 
 
-def _serve_the_parent(parent: Connection, job: Job) -> None:
-    """Start a thread that says where this rank is, and that ends the rank with its parent."""
-
-    def serve() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                parent.recv_bytes()  # stacks.ASK
-                stacks.answer(job.folder, job.rank)
-        shutil.rmtree(job.folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=serve, name="serve the parent", daemon=True).start()
+def trace_of(error: BaseException, file: str) -> traceback.TracebackException:
+    """Return the traceback of an error without this file's own frames."""
+    # The parent looks up source lines, because only it knows the cells of a notebook.
+    trace = traceback.TracebackException.from_exception(error, lookup_lines=False, compact=True)
+    link: traceback.TracebackException | None = trace
+    while link is not None:
+        link.stack[:] = [frame for frame in link.stack if frame.filename != file]
+        link = link.__cause__ or link.__context__
+    return trace

@@ -1,18 +1,22 @@
-"""Start processes in milliseconds: fork them from a process that has already imported torch.
+"""Start ranks in milliseconds, fork them from a process that has already imported torch, and supervise them.
 
-A spawned process would import torch again, which takes 2 s.
+A spawned process would import torch again, which takes 2 s. `Processes` shows what the ranks print and yields
+what they send. `run_ranks` (one answer of each rank) and StandingRanks (one for each cell) are built on it.
 """
 
 import multiprocessing
 import os
+import selectors
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from lab.launch.errors import WorkbookError
 from lab.ranks.child import Job, rank_main
+from lab.ranks.output import print_tagged, read_lines
 
 _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
@@ -62,24 +66,68 @@ class ForkedProcess:
         return f"exited with code {code}"
 
 
-def start(jobs: list[Job]) -> list[ForkedProcess]:
-    """Start a process for each job, and return the processes."""
-    warm_up()
-    with _main_module_hidden():
-        return [ForkedProcess(job) for job in jobs]
+class Processes:
+    """Start a process for each job, show what they print, and yield what they send, until `end`."""
 
+    def __init__(self, jobs: list[Job]) -> None:
+        warm_up()
+        with _main_module_hidden():
+            self.all = [ForkedProcess(job) for job in jobs]
+        self._selector = selectors.DefaultSelector()
+        for rank, one in enumerate(self.all):
+            for pipe, what in ((one.pipe, ""), (one.out, "stdout"), (one.err, "stderr")):
+                self._selector.register(pipe, selectors.EVENT_READ, (rank, what, bytearray()))
 
-def end(processes: list[ForkedProcess]) -> None:
-    """Kill the processes and all that they have started, wait for their ends, and close the pipes."""
-    for one in processes:
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):
-                kill(one.process.pid, signal.SIGKILL)
-    # Wait only after all are killed: a process takes milliseconds to end, and several end in parallel.
-    for one in processes:
-        one.process.join()
-        for end in (one.pipe, one.out, one.err):  # only now: a closed pipe says that the parent has died
-            end.close()
+    def messages(
+        self, seconds: float | None, patience: float | None = None
+    ) -> Iterator[tuple[int, bytes | None]]:
+        """Show what ranks print, and yield (rank, message), or (rank, None) for one that has ended.
+
+        Stop after `seconds`, or when nothing has come for `patience` seconds, or when all ranks have ended.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self._selector.get_map():
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = self._selector.select(left if patience is None else patience)
+            for key, _ in ready:
+                rank, what, buffer = key.data
+                if what:
+                    self._show(rank, key.fileobj, getattr(sys, what), buffer)
+                    continue
+                try:
+                    message = self.all[rank].pipe.recv_bytes()
+                except (EOFError, OSError):
+                    self.forget(rank)
+                    message = None
+                yield rank, message
+            # Check the time even if there is output: a rank may print without end.
+            if not ready or (deadline is not None and time.monotonic() >= deadline):
+                return
+
+    def forget(self, rank: int) -> None:
+        """Wait for no more messages of this rank."""
+        self._selector.unregister(self.all[rank].pipe)
+
+    def _show(self, rank: int, pipe: Any, stream: Any, buffer: bytearray) -> None:
+        lines, is_open = read_lines(pipe, buffer)
+        if not is_open:
+            self._selector.unregister(pipe)
+        for line in lines:
+            print_tagged(rank, line, stream)
+        stream.flush()
+
+    def end(self) -> None:
+        """Kill the processes and all that they have started, wait for their ends, and close the pipes."""
+        for one in self.all:
+            for kill in (os.killpg, os.kill):
+                with suppress(ProcessLookupError, PermissionError):
+                    kill(one.process.pid, signal.SIGKILL)
+        # Wait only after all are killed: a process takes milliseconds to end, and several end in parallel.
+        for one in self.all:
+            one.process.join()
+            for end in (one.pipe, one.out, one.err):  # only now: a closed pipe says that the parent has died
+                end.close()
+        self._selector.close()
 
 
 @contextmanager

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from exercises.checker.causes import Evidence, likely_cause
+from exercises.checker.compared import Compared
 from exercises.checker.failure import shown_difference
 from exercises.checker.schedule_table import LEGEND, marked, wrong_table
-from lab.ranks.compared import Compared
 from lab.ranks.waiting import Wait
 from pipeline_parallel.schedules import gpipe, one_f_one_b
 

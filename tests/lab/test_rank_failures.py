@@ -48,6 +48,20 @@ def test_a_rank_that_dies_is_named_with_its_signal_or_exit_code(how, end):
     assert error.value.rank == 1
 
 
+def die_if_first(path: str) -> None:
+    if not os.path.exists(path) and os.open(path, os.O_CREAT | os.O_EXCL):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_before_the_group_is_formed_is_named_although_failures_are_collected(tmp_path):
+    class DiesWhereItArrivesFirst:
+        def __reduce__(self):
+            return die_if_first, (str(tmp_path / "first"),)
+
+    with pytest.raises(RankError, match=r"^rank \d was killed by SIGKILL before it returned"):
+        run_ranks(lambda cluster, argument: None, 3, DiesWhereItArrivesFirst(), collect_failures=True)
+
+
 def test_failures_can_be_collected_and_a_result_that_cannot_be_sent_is_one():
     def work(cluster):
         return (number for number in range(3)) if cluster.rank == 0 else "fine"

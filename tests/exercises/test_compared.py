@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from exercises.checker.compared import Compared, compared_in
 from lab.check import assert_same
-from lab.ranks.compared import Compared, compared_in
 
 
 def compared_by(check, *arguments) -> Compared | None:
