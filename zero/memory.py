@@ -8,11 +8,8 @@
 
 The table is for n ranks, in bytes. O is 2P for AdamW, P for SGD with momentum, and 0 for plain SGD.
 Activations are not in the table, nor is what lives for a short time only: gathered parameters, and buckets
-that are being sent. After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", 2020, https://arxiv.org/abs/1910.02054, figure 1.
-
-A rank cannot own a fraction of a number, so a shard may differ from an n-th by a few numbers, and shards of
-equal length need padding (shards.py).
+that are being sent. A shard may differ from an n-th by a few numbers, and is padded (shards.py). After
+Rajbhandari et al., "ZeRO", 2020, https://arxiv.org/abs/1910.02054, figure 1.
 """
 
 from collections.abc import Sequence
@@ -20,7 +17,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lab.launch.errors import WorkbookError
 from zero.shards import ParameterShard
 
 FORMULAS = ("P+G+O", "P+G+O/n", "P+G/n+O/n", "(P+G+O)/n")  # by stage
@@ -54,10 +50,6 @@ def shares_of(model: nn.Module, shards: Sequence[ParameterShard]) -> list[Share]
 
 def formula(stage: int, full: Held, ranks: int) -> Held:
     """Return what one of `ranks` ranks holds with a stage of ZeRO, if one process holds `full`."""
-    if stage not in range(len(FORMULAS)):
-        raise WorkbookError(
-            f"ZeRO has the stages 1, 2 and 3, and 0 is without it; there is no stage {stage}."
-        )
     return Held(
         full.parameters / (ranks if stage >= 3 else 1),
         full.gradients / (ranks if stage >= 2 else 1),

@@ -8,7 +8,7 @@ A shard may begin and end in the middle of a parameter, so any parameters fit on
 optimizer that updates each number on its own does the same to a rank's shards of parameters as to full ones.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -30,14 +30,16 @@ class ParameterShard:
     start: int
     tensor: nn.Parameter
 
+    def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[Shard]:
+        """Yield, for a checkpoint, the shards of the parameter and of the optimizer's state."""
+        return shards_of(name, self.tensor, optimizer, tuple(self.parameter.shape), start=self.start)
+
 
 class FlatLayout:
     """Says where each of some parameters lies in a flat tensor, and which part of it this rank owns.
 
-    The parameters have one dtype, and all or none of them are trained.
-
-    The flat tensor has `numel` numbers, with `padding` at its end: less than one for each rank. The slice
-    `mine` of it is this rank's shard.
+    The parameters have one dtype, and all or none of them are trained. The flat tensor has `numel` numbers,
+    with `padding` at its end: less than one for each rank. The slice `mine` of it is this rank's shard.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
@@ -83,33 +85,14 @@ class FlatLayout:
             one.tensor.grad = part if one.tensor.grad is None else one.tensor.grad + part
 
 
-def fill_buckets(
-    parameters: Sequence[nn.Parameter], first_mb: float, bucket_mb: float
-) -> list[list[nn.Parameter]]:
-    """Divide those parameters that are trained, last one first, into buckets of neighbours of one dtype.
-
-    That is about the order in which a backward computes their gradients. A bucket takes parameters until it
-    has `bucket_mb` MiB; the first one is small, so that sending begins early.
-    """
+def fill_buckets(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+    """Divide the trained parameters, last one first, into buckets, as train_bucket_overlap.py does."""
     buckets: list[list[nn.Parameter]] = []
     space = 0.0
     for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
         if not buckets or space <= 0 or parameter.dtype != buckets[-1][-1].dtype:
-            space = MIB * (bucket_mb if buckets else min(first_mb, bucket_mb))
+            space = MIB * (bucket_mb if buckets else min(0.25, bucket_mb))
             buckets.append([])
         buckets[-1].append(parameter)
         space -= parameter.nbytes
     return buckets
-
-
-def checkpoint_shards(
-    names: Mapping[Tensor, str], shards: Sequence[ParameterShard], optimizer: Optimizer
-) -> list[Shard]:
-    """Return, for a checkpoint, what this rank holds of each parameter and of the optimizer's state."""
-    return [
-        shard
-        for one in shards
-        for shard in shards_of(
-            names[one.parameter], one.tensor, optimizer, tuple(one.parameter.shape), start=one.start
-        )
-    ]

@@ -20,10 +20,8 @@ the shards changes the model. Gradients have a flat tensor of their own for each
 
 The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
 reduce-scattered while the backward continues (`_launch`), what is left is sent and awaited
-(`finish_gradient_sync`), and the update follows (`step`). What is not the idea (clipping, checkpoints) is in
-`ShardOptimizer`. Parts of the technique are shards.py, the layout, and memory.py, the report. Stage 2
-(train_zero2.py) is a subclass: it replaces `no_sync`, `_move_in`, `_launch` and `_wait_for_oldest`, and uses
-`_in_flight` and `_is_synchronised`.
+(`finish_gradient_sync`), and the update follows (`step`). Parts of the technique: shards.py, the layout, and
+memory.py, the report. Stage 2 (train_zero2.py) is a subclass with four other methods.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -56,7 +54,7 @@ from training.clipping import clip_grad_norm_
 from training.guard import Guard, refuse_unless_elementwise
 from training.run import Run
 from zero.memory import owned, shares_of
-from zero.shards import FlatLayout, ParameterShard, checkpoint_shards, fill_buckets
+from zero.shards import FlatLayout, ParameterShard, fill_buckets
 
 
 class Bucket:
@@ -81,64 +79,14 @@ class Bucket:
         self.missing = set(parameters)
 
 
-def lay_out(options: dict[str, Any], group: Group, first_mb: float, bucket_mb: float) -> list[Bucket]:
-    """Broadcast a param group's parameters and return them in buckets; the group has shards instead."""
-    for parameter in options["params"]:
-        broadcast(parameter.data, root=0, group=group)
-    place = dist.get_rank(group), dist.get_world_size(group)
-    buckets = [Bucket(some, *place) for some in fill_buckets(options["params"], first_mb, bucket_mb)]
-    options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
-    options.pop("param_names", None)
-    return buckets
-
-
-class ShardOptimizer(Optimizer):
-    """Has what an optimizer of shards in `buckets` needs beside the idea: clipping, checkpoints, refusals."""
-
-    group: Group
-    pattern: str | None
-    buckets: list[Bucket]
-    _guard: Guard
-
-    @property
-    def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shard of each parameter that is trained."""
-        return [shard for bucket in self.buckets for shard in bucket.shards]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        self._guard.before_step()
-        shards = [shard.tensor for shard in self.parameter_shards]
-        return clip_grad_norm_(shards, max_norm, [self.group], self.pattern)
-
-    def shards(self, model: nn.Module) -> list[Shard]:
-        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        mine = checkpoint_shards(names, self.parameter_shards, self)
-        full = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        in_full = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full.items()]
-        return in_full + [shard for shard in mine if not shard.name.startswith("model/")]
-
-    def state_dict(self) -> NoReturn:
-        """Refuse: each rank has the state of its own shards only."""
-        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let torch's constructor add its groups, and refuse later ones."""
-        if hasattr(self, "_bucket_of"):  # which __init__ sets after torch's constructor
-            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
-        super().add_param_group(param_group)
-
-
-class ZeroOptimizer(ShardOptimizer):
+class ZeroOptimizer(Optimizer):
     """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
 
     The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
     through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
     not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
-    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros.
-
-    Gradients do not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
+    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros. Gradients do
+    not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
     """
 
     def __init__(
@@ -148,15 +96,22 @@ class ZeroOptimizer(ShardOptimizer):
         group: Group = None,
         pattern: str | None = None,
         bucket_mb: float = 4.0,
-        first_mb: float = 0.25,
         **defaults: Any,
     ) -> None:
         refuse_unless_elementwise(optimizer_class, defaults)
         self.group, self.pattern = group, pattern
         groups = optimizer_class(params, **defaults).param_groups  # `params` can have several forms
         self._guard = Guard(nn.ParameterList(p for options in groups for p in options["params"]))
-        sizes = first_mb, bucket_mb
-        self.buckets: list[Bucket] = [b for options in groups for b in lay_out(options, group, *sizes)]
+        self.buckets: list[Bucket] = []
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        for options in groups:
+            for parameter in options["params"]:
+                broadcast(parameter.data, root=0, group=group)
+            filled = fill_buckets(options["params"], bucket_mb)
+            buckets = [Bucket(parameters, rank, ranks) for parameters in filled]
+            options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
+            options.pop("param_names", None)
+            self.buckets += buckets
         self.inner = optimizer_class(groups, **defaults)
         super().__init__(self.inner.param_groups, defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -248,15 +203,45 @@ class ZeroOptimizer(ShardOptimizer):
             shard.parameter.grad = shard.tensor.grad = None
         self._is_synchronised = False
 
+    # The rest is not the idea: clipping, checkpoints, and what is refused.
+
+    @property
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Return this rank's shard of each parameter that is trained."""
+        return [shard for bucket in self.buckets for shard in bucket.shards]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self._guard.before_step()
+        shards = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(shards, max_norm, [self.group], self.pattern)
+
+    def shards(self, model: nn.Module) -> list[Shard]:
+        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        full = [*model.named_parameters(), *model.named_buffers()]
+        found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]
+        for shard in self.parameter_shards:
+            _, *state = shard.checkpointed(names[shard.parameter], self)
+            found += state
+        return found
+
+    def state_dict(self) -> NoReturn:
+        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_bucket_of"):  # which __init__ sets after torch's constructor has added its groups
+            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
+        super().add_param_group(param_group)
+
 
 def traffic_per_step(optimizer: ZeroOptimizer, reductions: int = 1, is_clipped: bool = False) -> Traffic:
     """Return the traffic to expect of a step with so many reduce-scatters of each bucket."""
     pattern, group = optimizer.pattern, optimizer.group
     total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
     for bucket in optimizer.buckets:
-        size = bucket.full.numel(), bucket.full.itemsize
-        total += expected_traffic("all_gather", pattern, *size, group)
-        total += sum([expected_traffic("reduce_scatter", pattern, *size, group)] * reductions, Traffic())
+        for op in ["all_gather", *["reduce_scatter"] * reductions]:
+            total += expected_traffic(op, pattern, bucket.full.numel(), bucket.full.itemsize, group)
     return total
 
 
@@ -272,10 +257,9 @@ def main(cluster: Cluster, args: Args, stage: int = 1, sharded: type[ZeroOptimiz
     run = Run(cluster, args, f"zero{stage}")
     model = run.model()
     optimizer_class, options = args.optimizer_class()
-    options |= {"pattern": run.pattern, "bucket_mb": args.bucket_mb}
-    optimizer = sharded(model.parameters(), optimizer_class, **options)
-    shares = shares_of(model, optimizer.parameter_shards)
-    memory = MemoryReport(model, optimizer, owned(stage, shares, args.states))
+    optimizer = sharded(model.parameters(), optimizer_class, None, run.pattern, args.bucket_mb, **options)
+    should = owned(stage, shares_of(model, optimizer.parameter_shards), args.states)
+    memory = MemoryReport(model, optimizer, should)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             parts = microbatches(*run.batch(step), args.grad_acc_steps)

@@ -20,13 +20,9 @@ all ranks must send the buckets in one order. In the worst case all buckets stay
 the backward, as in stage 1. The memory that is freed is that of the flat tensor's storage: the tensor and
 its views stay, and are valid again when the storage gets memory for the next backward.
 
-All the rest is as in stage 1, so this class is stage 1's (train_zero1.py, a part of this technique as are its
-own parts) with other methods: a bucket's gradients get memory (`_move_in`) and lose it (`_wait_for_oldest`),
-at most two are in flight (`_launch`), and every microbatch sends its gradients (`no_sync`). The training loop
-is stage 1's, too.
-
-After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
-https://arxiv.org/abs/1910.02054.
+All the rest, the training loop too, is as in stage 1 (train_zero1.py, with its parts and its source). This
+class replaces four of its methods: a bucket's gradients get memory (`_move_in`) and lose it
+(`_wait_for_oldest`), at most two are in flight (`_launch`), and every microbatch sends (`no_sync`).
 """
 
 import contextlib
@@ -44,11 +40,7 @@ MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a sl
 
 
 class ZeroGradientOptimizer(ZeroOptimizer):
-    """Trains a model as ZeroOptimizer does; each rank also keeps only its shard of the gradients.
-
-    Every microbatch sends its gradients, so with several divide each loss by their number, and run all but
-    the last inside `no_sync()`, as in stage 1.
-    """
+    """Trains a model as ZeroOptimizer does; each rank also keeps only its shard of the gradients."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -63,7 +63,7 @@ from training.clipping import clip_grad_norm_
 from training.guard import Guard
 from training.run import Run
 from zero.memory import owned, shares_of
-from zero.shards import FlatLayout, ParameterShard, checkpoint_shards
+from zero.shards import FlatLayout, ParameterShard
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
 
@@ -231,9 +231,10 @@ class ShardedModule(nn.Module):
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
-        names = {parameter: names[0] for parameter, names in self.names().items()}
-        buffers = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
-        return checkpoint_shards(names, self.parameter_shards, optimizer) + buffers
+        names, found = self.names(), [Shard(f"model/{name}", b) for name, b in self.module.named_buffers()]
+        for shard in self.parameter_shards:
+            found += shard.checkpointed(names[shard.parameter][0], optimizer)
+        return found
 
 
 class FullyShardedDataParallel(ShardedModule):

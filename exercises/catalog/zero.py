@@ -17,7 +17,6 @@ EXERCISES = (
         also=("zero.memory.of_one_process", "zero.memory.owned"),
         tests=(
             MEMORY + "test_the_formula_gives_the_gigabytes_of_the_papers_figure_1",
-            MEMORY + "test_a_stage_that_does_not_exist_is_refused",
             MEMORY + "test_shards_add_up_to_the_formula_and_padding_makes_them_equal",
         ),
         difficulty=1,
@@ -27,9 +26,7 @@ EXERCISES = (
 
             Held has three fields, in bytes: `parameters`, `gradients` and `optimizer_state`. Stage 0 is
             plain data parallel. Stage 1 divides the optimizer's state among the ranks, stage 2 also the
-            gradients, and stage 3 also the parameters. The quotients may be fractions. For another stage
-            raise WorkbookError with the text "ZeRO has the stages 1, 2 and 3, and 0 is without it; there is
-            no stage {stage}." FORMULAS has an entry for each stage that exists.
+            gradients, and stage 3 also the parameters. The quotients may be fractions.
         """,
         docs={
             "of_one_process": """

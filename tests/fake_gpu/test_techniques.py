@@ -59,7 +59,7 @@ def test_data_parallel_equals_one_process(name: str):
 
 @pytest.mark.parametrize("stage", sharded.STAGES)
 def test_zero_equals_one_process(stage: str):
-    options = {} if stage == "zero3" else {"bucket_mb": 0.01, "first_mb": 0.001}
+    options = {} if stage == "zero3" else {"bucket_mb": 0.01}
 
     def compare(cluster: Cluster) -> None:
         make, batch = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
