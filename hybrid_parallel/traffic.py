@@ -112,7 +112,7 @@ def itemsize_of(hybrid: HybridParallel) -> int:
 def expected_of_tensor(hybrid: HybridParallel) -> ExpectedTraffic:
     """Return the formulas of the tensor axis, which must have several ranks."""
     assert hybrid.tensor is not None
-    return hybrid.tensor.expected_traffic(2 if hybrid.sizes.precision == "bf16" else None)
+    return ExpectedTraffic(hybrid.tensor, itemsize_of(hybrid))
 
 
 def _of_tensor(hybrid: HybridParallel) -> Traffic:

@@ -35,14 +35,11 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the mean over all tokens that are not ignored, as F.cross_entropy does; a scalar, on every rank.
 
-    `vocab_size` is the size of the vocabulary without padding. By default there is no padding. Raises
-    IndexError for a target outside of the vocabulary.
+    `vocab_size` is the size of the vocabulary without padding. By default there is no padding.
     """
     v = logits_tv.shape[-1]
     vocab_size = v * dist.get_world_size(group) if vocab_size is None else vocab_size
-    return _CrossEntropy.apply(
-        logits_tv.reshape(-1, v), targets_t.reshape(-1), vocab_size, group, ignore_index
-    )
+    return _CrossEntropy.apply(logits_tv.reshape(-1, v), targets_t.flatten(), vocab_size, group, ignore_index)
 
 
 class _CrossEntropy(Function):
@@ -54,25 +51,25 @@ class _CrossEntropy(Function):
     ) -> Tensor:
         v, pattern = logits_tv.shape[-1], chosen_pattern("all_reduce", group)
         counts = targets != ignore
-        rows, is_own = own_rows(targets.where(counts, 0), v, vocab_size, group, "target")
-        unpadded = min(v, max(0, vocab_size - dist.get_rank(group) * v))
-        values_tv = logits_tv[:, :unpadded].float() if logits_tv.itemsize < 4 else logits_tv[:, :unpadded]
+        rows, is_own = own_rows(targets.where(counts, 0), v, vocab_size, group)
+        values_tv = logits_tv.float() if logits_tv.itemsize < 4 else logits_tv
+        if vocab_size < v * dist.get_world_size(group):  # padding has no probability
+            entries_v = torch.arange(v, device=rows.device) + dist.get_rank(group) * v
+            values_tv = values_tv.masked_fill(entries_v >= vocab_size, -torch.inf)
 
         # Without the maximum, exp() could overflow. The maximum has to be the same on all ranks.
-        largest = values_tv.new_full((len(targets),), -torch.inf) if unpadded == 0 else values_tv.amax(-1)
+        largest = values_tv.amax(-1)
         all_reduce(largest, op="max", group=group, pattern=pattern)
 
         exps_tv = (values_tv - largest.unsqueeze(-1)).exp_()
-        at_target = torch.zeros_like(largest)
-        if unpadded:
-            at_target = values_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1).where(is_own, at_target)
+        at_target = values_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1).where(is_own, 0)
         sums = torch.stack([exps_tv.sum(-1), at_target])
         all_reduce(sums, group=group, pattern=pattern)
         total, at_target = sums
 
         losses = total.log() + largest - at_target
         ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
-        ctx.v, ctx.dtype = v, logits_tv.dtype
+        ctx.dtype = logits_tv.dtype
         return losses.where(counts, 0).sum() / counts.sum()
 
     @staticmethod
@@ -82,9 +79,6 @@ class _CrossEntropy(Function):
         exps_tv, total, rows, is_own, counts = ctx.saved_tensors
         weight = (grad / counts.sum()).where(counts, 0).unsqueeze(-1)
         grad_tv = exps_tv * (weight / total.unsqueeze(-1))
-        if grad_tv.shape[-1]:
-            hits = -weight * is_own.unsqueeze(-1)
-            grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
-        if padding := ctx.v - grad_tv.shape[-1]:  # it gets 0; without any, pad() would copy
-            grad_tv = torch.nn.functional.pad(grad_tv, (0, padding))
+        hits = -weight * is_own.unsqueeze(-1)
+        grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
         return grad_tv.to(ctx.dtype), None, None, None, None

@@ -11,42 +11,56 @@ A is the number of bytes that a rank sends to all-reduce batch * time * width nu
 
 A backward that recomputes blocks sends again what their forward has sent, except for the last all-reduce or
 scatter. No backward needs its result, so torch.utils.checkpoint stops before it.
-
-A row layer of an MLP all-reduces its outputs, a column layer the gradient of its inputs. A column layer at
-the end gathers its outputs.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
-from comm.collectives import Group, chosen_pattern
+from comm.collectives import chosen_pattern
 from comm.cost import expected_traffic
-from lab.models.model import GPTConfig
+from lab.models.model import GPT, FeedForward, GPTConfig
 from lab.trace.ledger import Traffic
+from lab.trace.memory import Observed
+from tensor_parallel.parallelize import TensorParallel
 
-_LISTS = ("blocks.", "layers.")
 Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor
 
 
-@dataclass
-class ExpectedTraffic:
-    """The expected traffic of this rank for a GPT of these sizes, or an MLP whose layers have these sizes.
+def traffic_per_step(model: TensorParallel, batch: int, time: int, is_clipped: bool = False) -> Traffic:
+    """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
+    expected, parts = ExpectedTraffic(model), parts_of(model.module.state_dict())
+    summed = sum(p.numel() for p in model.with_own_tokens_only() if p.requires_grad)
+    norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
+    return expected.of_parts((batch, time), parts) + expected.of_gradients(summed) + norm
 
-    `parts` are names of modules of the model (`parts_of`): "token_embedding", "blocks.0" or "layers.0". The
-    loss belongs to the head. `shape` is that of the input: batch, time for a GPT. A parameter's numbers have
-    `itemsize` bytes. Linear layers compute and send numbers of `computed_itemsize` bytes, which are fewer
-    under torch.autocast. `has_mlps` is False where experts have taken the places of the MLPs.
+
+def figures(model: TensorParallel, observed: Observed, batch: int, time: int) -> dict[str, Any]:
+    """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences."""
+    ranks, by_tokens = dist.get_world_size(model.group), model.sequence_parallel
+    return {
+        "block_bytes": observed.sent_bytes,
+        "block_bytes_formula": ExpectedTraffic(model).of_parts((batch, time), ["blocks.0"]).bytes_sent,
+        "activations_bytes": observed.kept_bytes,
+        "activations_formula_bytes": activations_formula(model.module.config, batch, ranks, by_tokens),
+    }
+
+
+class ExpectedTraffic:
+    """The expected traffic of this rank for parts of a model: "token_embedding", "blocks.0" or "layers.0".
+
+    The loss belongs to the head. `shape` is that of the input: batch, time for a GPT. Linear layers compute
+    and send numbers of `computed_itemsize` bytes, which under torch.autocast are fewer than a parameter's.
     """
 
-    sizes: GPTConfig | Sequence[int]
-    group: Group
-    sequence_parallel: bool
-    overlap: bool
-    itemsize: int
-    computed_itemsize: int
-    has_mlps: bool = True
+    def __init__(self, model: TensorParallel, computed_itemsize: int | None = None) -> None:
+        self.model, self.plain = model, model.module
+        self.itemsize = next(model.parameters()).itemsize
+        self.computed_itemsize = computed_itemsize or self.itemsize
+        # Pairs of a column layer and a row layer in a block; experts take the place of an MLP.
+        blocks = self.plain.blocks if isinstance(self.plain, GPT) else ()
+        self.pairs = 1 + any(isinstance(block.mlp, FeedForward) for block in blocks)
 
     def of_parts(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
         """Return the traffic of these parts, forward and backward."""
@@ -54,66 +68,58 @@ class ExpectedTraffic:
 
     def of_recomputing(self, shape: Sequence[int], parts: Collection[str]) -> Traffic:
         """Return what is added where the backward computes the forward of these parts again, in one go."""
-        stops_before_its_end = isinstance(self.sizes, GPTConfig) and self.has_mlps and "head" not in parts
-        return self._passes(shape, parts, rows_left_out=int(stops_before_its_end))[0]
+        return self._passes(shape, parts, rows_left_out=int(self.pairs == 2 and "head" not in parts))[0]
 
     def _passes(
         self, shape: Sequence[int], parts: Collection[str], rows_left_out: int = 0
     ) -> tuple[Traffic, Traffic]:
         """Return the traffic of the forward, without the last row layers, and that of the backward."""
-        if not isinstance(self.sizes, GPTConfig):
+        if not isinstance(self.plain, GPT):
             return self._passes_of_mlp(shape[0], parts)
-        # A block has two pairs of a column layer and a row layer, or without an MLP one. The embedding
-        # communicates as a row layer, the head as a column layer.
-        pairs = (1 + self.has_mlps) * sum(part.startswith("blocks.") for part in parts)
+        # The embedding communicates as a row layer, the head as a column layer.
+        pairs = self.pairs * sum(part.startswith("blocks.") for part in parts)
         embeddings, heads = "token_embedding" in parts, "head" in parts
-        tokens = shape[0] * shape[1]
+        tokens, width = shape[0] * shape[1], self.plain.config.width
         loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)] * heads
-        row: Ops = [("all_reduce", tokens * self.sizes.width)]
+        row: Ops = [("all_reduce", tokens * width)]
         column, row_backward, column_backward = [], [], row
-        if self.sequence_parallel:
-            padded = shape[1] + -shape[1] % dist.get_world_size(self.group)
-            numel = shape[0] * padded * self.sizes.width
+        if self.model.sequence_parallel:
+            numel = shape[0] * (shape[1] + -shape[1] % dist.get_world_size(self.model.group)) * width
             row, column = [("reduce_scatter", numel)], [("all_gather", numel)]
-            row_backward, column_backward = column, row + column * self.overlap
-        layers = row * (pairs - rows_left_out) + column * (pairs + heads)
-        layers_backward = row_backward * pairs + column_backward * (pairs + heads)
+            row_backward, column_backward = column, row + column * self.model.overlap
+        forward = row * (pairs - rows_left_out) + column * (pairs + heads)
+        backward = row_backward * pairs + column_backward * (pairs + heads)
         return (
-            self.sum(layers, self.computed_itemsize) + self.sum(row * embeddings + loss, self.itemsize),
-            self.sum(layers_backward, self.computed_itemsize)
-            + self.sum(row_backward * embeddings, self.itemsize),
+            self.sum(forward, self.computed_itemsize) + self.sum(row * embeddings + loss, self.itemsize),
+            self.sum(backward, self.computed_itemsize) + self.sum(row_backward * embeddings, self.itemsize),
         )
 
     def _passes_of_mlp(self, batch: int, parts: Collection[str]) -> tuple[Traffic, Traffic]:
-        numbers, last = [int(part.removeprefix("layers.")) for part in parts], len(self.sizes) - 2
-        forward = [("all_reduce", batch * self.sizes[i + 1]) for i in numbers if i % 2]
-        forward += [("all_gather", batch * self.sizes[-1])] * (last in numbers and last % 2 == 0)
-        backward = [("all_reduce", batch * self.sizes[i]) for i in numbers if i % 2 == 0 and i]
+        sizes, numbers = self.plain.sizes, [int(part.removeprefix("layers.")) for part in parts]
+        last = len(sizes) - 2
+        forward = [("all_reduce", batch * sizes[i + 1]) for i in numbers if i % 2]
+        forward += [("all_gather", batch * sizes[-1])] * (last in numbers and last % 2 == 0)
+        backward = [("all_reduce", batch * sizes[i]) for i in numbers if i % 2 == 0 and i]
         return self.sum(forward, self.computed_itemsize), self.sum(backward, self.computed_itemsize)
 
     def of_gradients(self, summed_numel: int) -> Traffic:
         """Return the traffic of gradients of which each rank has a term: together `summed_numel` numbers."""
-        return self.sum([("all_reduce", summed_numel)] * self.sequence_parallel, self.itemsize)
+        return self.sum([("all_reduce", summed_numel)] * self.model.sequence_parallel, self.itemsize)
 
     def sum(self, ops: Ops, itemsize: int) -> Traffic:
         """Return what this rank sends in the collectives, with the patterns that the group has chosen."""
-        total = Traffic()
-        for op, numel in ops:
-            total += expected_traffic(op, chosen_pattern(op, self.group), numel, itemsize, self.group)
-        return total
+        group = self.model.group
+        each = (expected_traffic(op, chosen_pattern(op, group), numel, itemsize, group) for op, numel in ops)
+        return sum(each, Traffic())
 
 
 def parts_of(names: Iterable[str]) -> set[str]:
     """Return the modules that parameters of these names belong to: blocks and layers with their numbers."""
-    return {".".join(name.split(".")[: 2 if name.startswith(_LISTS) else 1]) for name in names}
+    return {".".join(name.split(".")[: 1 + name.startswith(("blocks.", "layers."))]) for name in names}
 
 
 def activations_formula(config: GPTConfig, batch: int, n: int, sequence_parallel: bool) -> float:
-    """Return a forward's bytes by Korthikanti et al. 2022, equations 2 and 4, for 16 bit, with dropout.
-
-    s b h (10 + 24/n + 5 a s / (h n)) for each layer of s tokens, b examples, width h and a heads on n ranks;
-    with sequence parallelism the 10 is divided by n, too.
-    """
+    """Return a forward's bytes, in 16 bits and with dropout: the formula of train_sequence_parallel.py."""
     s, h, a = config.block_size, config.width, config.num_heads
     outside = 10 / n if sequence_parallel else 10
     return config.num_layers * batch * s * h * (outside + 24 / n + 5 * a * s / (h * n))

@@ -33,9 +33,7 @@ default, it is reduced while the second one, the gradient of the weight, is comp
 
 Autograd's own order cannot be relied on for that, so forward and backward are one autograd function,
 `OverlappedColumn`. With `sequence_parallel` it also keeps only this rank's tokens, and gathers the others a
-second time in the backward. So a pair of layers has five transfers, without overlap four: an all-gather and a
-reduce-scatter in the forward, the same in the backward, and this second all-gather. The gradients are equal
-but for rounding.
+second time in the backward. So a pair of layers has five transfers, without overlap four.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -62,6 +60,7 @@ from comm.functions import (
     sum_over_ranks,
 )
 from lab.launch.errors import WorkbookError
+from lab.models.model import GPTConfig
 
 TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
@@ -103,10 +102,12 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.gather_output, self.overlap = gather_output, overlap
+        if gather_output:
+            validate_divisible("outputs", plain.out_features, group)
         self.weight, self.bias = plain.weight, plain.bias
         for parameter in plain.parameters():
             divide(parameter, 0, plain.out_features, group)
-        self.dims = {"weight": (0, plain.out_features), "bias": (0, plain.out_features)}
+        self.dims = {name: (0, plain.out_features) for name, _ in plain.named_parameters()}
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self])
@@ -210,8 +211,7 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding of which each rank holds an n-th of the vocabulary: tokens to (..., width).
 
     A rank's term is zero for tokens whose entries other ranks hold, and the sum over ranks is the embedding.
-    The vocabulary is padded to a multiple of n. Raises IndexError for a token outside of the vocabulary (on a
-    GPU it is a device-side assertion, as nn.Embedding's is).
+    The vocabulary is padded to a multiple of n.
     """
 
     def __init__(self, plain: nn.Embedding, group: Group = None, sequence_parallel: bool = False) -> None:
@@ -229,25 +229,21 @@ class VocabParallelEmbedding(nn.Module):
         return sum_over_ranks(term, self.group)
 
 
-def own_rows(
-    tokens: Tensor, rows_per_rank: int, vocab_size: int, group: Group, what: str = "token"
-) -> tuple[Tensor, Tensor]:
+def own_rows(tokens: Tensor, rows_per_rank: int, vocab_size: int, group: Group) -> tuple[Tensor, Tensor]:
     """Return each token's row in this rank's weight, and which tokens have one; the others get row 0.
 
-    Raises IndexError if a token is outside of the vocabulary. On a GPU such a token gets row -1 on every rank
-    instead, which the lookup refuses: checking it here would make the host wait for the device.
+    A token outside of the vocabulary gets row -1 on every rank, which the lookup refuses.
     """
-    is_known = (tokens >= 0) & (tokens < vocab_size)
-    if tokens.device.type == "cpu" and not is_known.all():
-        first = int(tokens[~is_known][0])
-        raise IndexError(f"{what} {first} is outside of the vocabulary, which is 0 to {vocab_size - 1}.")
     rows = tokens - dist.get_rank(group) * rows_per_rank
     is_own = (rows >= 0) & (rows < rows_per_rank)
+    is_known = (tokens >= 0) & (tokens < vocab_size)
     return rows.where(is_own, 0).where(is_known, -1), is_own
 
 
-# Both train scripts of this lesson add it to the error below, about attention heads.
-CURE = "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks"
+def validate_heads(config: GPTConfig, group: Group) -> None:
+    """Raise WorkbookError unless the ranks can have equally many heads."""
+    for what, heads in ("query heads", config.num_heads), ("key and value heads", config.kv_heads):
+        validate_divisible(what, heads, group, "; --size 24heads takes 2, 3, 4, 6, 8, 12 or 24 ranks")
 
 
 def validate_divisible(what: str, size: int, group: Group, cure: str = "") -> None:

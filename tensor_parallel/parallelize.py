@@ -16,13 +16,12 @@ Dropout masks must be equal where all ranks compute the same, and different wher
 
       residual stream, full on every rank        one mask for all; else the ranks' activations differ
       heads or tokens of one rank                a mask of its own; else n shards repeat one mask
-
-The layers are in layers.py, the loss in cross_entropy.py, and what it all sends in expected_traffic.py.
 """
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +33,14 @@ from comm.collectives import Group, broadcast, chosen_pattern
 from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
-from lab.trace.ledger import Traffic
-from lab.trace.memory import Observed
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.expected_traffic import ExpectedTraffic, activations_formula, parts_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
     padded_shard,
-    validate_divisible,
+    validate_heads,
 )
 from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
@@ -63,7 +59,8 @@ def parallelize(
     an optimizer may be made before. Raises WorkbookError where the number of ranks does not divide heads or
     widths; a vocabulary is padded.
     """
-    _validate(model, group, sequence_parallel)
+    if not isinstance(model, GPT | MLP) or (sequence_parallel and isinstance(model, MLP)):
+        raise WorkbookError("parallelize takes a GPT, or an MLP without sequence parallelism.")
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.data, root=0, group=group)
     model.zero_grad()  # a full gradient has not the shape of a shard
@@ -82,6 +79,10 @@ class TensorParallel(nn.Module):
         super().__init__()
         self.module, self.group = module, group
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
+        options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
+        self.embedding = partial(VocabParallelEmbedding, **options)
+        self.column = partial(ColumnParallelLinear, overlap=overlap, **options)
+        self.row = partial(RowParallelLinear, **options)
         self.randomness = RankRandomness(group, next(module.parameters()).device)
         if isinstance(module, GPT):
             self._divide_gpt(module)
@@ -104,9 +105,8 @@ class TensorParallel(nn.Module):
 
     def _divide_gpt(self, model: GPT) -> None:
         config, ranks = model.config, dist.get_world_size(self.group)
-        model.token_embedding = VocabParallelEmbedding(
-            model.token_embedding, self.group, self.sequence_parallel
-        )
+        validate_heads(config, self.group)
+        model.token_embedding = self.embedding(model.token_embedding)
         model.head = self.column(model.head)
         for block in model.blocks:
             block.attention = ParallelAttention(block.attention, self)
@@ -117,15 +117,8 @@ class TensorParallel(nn.Module):
             model.config = replace(config, block_size=config.block_size + -config.block_size % ranks)
             model.position_embedding = PositionsOfOwnTokens(model.position_embedding, self.group)
             for module in (model, *model.blocks):
-                module.dropout = RankDropout(module.dropout.p, self.randomness)
-
-    def column(self, plain: nn.Linear, gather_output: bool = False) -> ColumnParallelLinear:
-        """Return the layer divided by its outputs."""
-        return ColumnParallelLinear(plain, self.group, self.sequence_parallel, gather_output, self.overlap)
-
-    def row(self, plain: nn.Linear) -> RowParallelLinear:
-        """Return the layer divided by its inputs."""
-        return RowParallelLinear(plain, self.group, self.sequence_parallel)
+                module.dropout = RankDropout(module.dropout.p)
+                module.dropout.randomness = self.randomness
 
     def forward(self, x: Tensor) -> Tensor:
         self._guard.before_forward()
@@ -181,8 +174,7 @@ class TensorParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's shards of a plain model's state dict."""
-        dims = {name: dim for name, (dim, _) in self.dims.items() if name in state}
-        own = {name: padded_shard(state[name], dim, self.group) for name, dim in dims.items()}
+        own = {name: padded_shard(state[name], dim, self.group) for name, (dim, _) in self.dims.items()}
         self.module.load_state_dict(state | own)
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
@@ -195,41 +187,6 @@ class TensorParallel(nn.Module):
                 offset[dim], shape[dim] = rank * shape[dim], size
             found += shards_of(name, parameter, optimizer, tuple(shape), tuple(offset))
         return found
-
-    def expected_traffic(self, computed_itemsize: int | None = None) -> ExpectedTraffic:
-        """Return the formulas of what this rank sends; for `computed_itemsize` None as without autocast."""
-        model, itemsize = self.module, next(self.module.parameters()).itemsize
-        is_gpt = isinstance(model, GPT)
-        return ExpectedTraffic(
-            model.config if is_gpt else model.sizes,
-            self.group,
-            self.sequence_parallel,
-            self.overlap,
-            itemsize,
-            computed_itemsize or itemsize,
-            has_mlps=not is_gpt or any(isinstance(block.mlp, FeedForward) for block in model.blocks),
-        )
-
-    def traffic_per_block(self, batch: int, time: int) -> Traffic:
-        """Return this rank's expected traffic for one block of a GPT, forward and backward."""
-        return self.expected_traffic().of_parts((batch, time), ["blocks.0"])
-
-    def traffic_per_step(self, batch: int, time: int, is_clipped: bool = False) -> Traffic:
-        """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
-        expected, parts = self.expected_traffic(), parts_of(self.module.state_dict())
-        summed = sum(p.numel() for p in self.with_own_tokens_only() if p.requires_grad)
-        norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
-        return expected.of_parts((batch, time), parts) + expected.of_gradients(summed) + norm
-
-    def figures(self, observed: Observed, batch: int, time: int) -> dict[str, Any]:
-        """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences."""
-        ranks, by_tokens = dist.get_world_size(self.group), self.sequence_parallel
-        return {
-            "block_bytes": observed.sent_bytes,
-            "block_bytes_formula": self.traffic_per_block(batch, time).bytes_sent,
-            "activations_bytes": observed.kept_bytes,
-            "activations_formula_bytes": activations_formula(self.module.config, batch, ranks, by_tokens),
-        }
 
 
 class ParallelAttention(Attention):
@@ -268,9 +225,8 @@ class RankRandomness:
 
     With one seed, torch's generator draws the same numbers on all ranks. For what a rank computes alone, all
     draw one number from it, and each adds its rank to get a seed of its own. So all masks follow from the
-    generator's state: where that is restored, to compute a block again in the backward or to resume from a
-    checkpoint, the same masks are drawn again. Megatron-LM keeps a second state of the generator instead
-    (CudaRNGStatesTracker), and restores both.
+    generator's state: where that is restored, to compute a block again or to resume, they are drawn again.
+    Megatron-LM keeps a second state of the generator instead (CudaRNGStatesTracker), and restores both.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -289,38 +245,16 @@ class RankRandomness:
             yield
             return
         seed = int(torch.randint(_SEEDS, ())) + self._rank
-        generator = torch.default_generator
-        if device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index or 0]
-        shared = generator.get_state()
-        generator.manual_seed(seed)
-        try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
             yield
-        finally:
-            generator.set_state(shared)
 
 
-class RankDropout(nn.Module):
-    """Do what nn.Dropout does, with masks of this rank."""
+class RankDropout(nn.Dropout):
+    """Does what nn.Dropout does, with masks of this rank."""
 
-    def __init__(self, p: float, randomness: RankRandomness) -> None:
-        super().__init__()
-        self.p, self._randomness = p, randomness
+    randomness: RankRandomness
 
     def forward(self, x: Tensor) -> Tensor:
-        with self._randomness.used(x.device, self.p if self.training else 0.0):
-            return F.dropout(x, self.p, self.training)
-
-
-def _validate(model: nn.Module, group: Group, sequence_parallel: bool) -> None:
-    """Raise WorkbookError if the model cannot be divided, before anything of it is changed."""
-    if not isinstance(model, GPT | MLP) or (sequence_parallel and isinstance(model, MLP)):
-        what = "An MLP has no tokens to divide" if isinstance(model, MLP) else f"not a {type(model).__name__}"
-        raise WorkbookError(f"parallelize takes a GPT, or an MLP without sequence parallelism: {what}.")
-    if isinstance(model, GPT):
-        validate_divisible("query heads", model.config.num_heads, group)
-        validate_divisible("key and value heads", model.config.kv_heads, group)
-    else:
-        for i, layer in enumerate(model.layers):
-            outputs, inputs = ("outputs", layer.out_features), ("inputs", layer.in_features)
-            validate_divisible(*(inputs if i % 2 else outputs), group)
+        with self.randomness.used(x.device, self.p if self.training else 0.0):
+            return super().forward(x)

@@ -56,10 +56,10 @@ from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, red
 from comm.cost import expected_traffic
 from comm.script import start
 from lab.cluster import Cluster
-from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from tensor_parallel.layers import CURE, TIME, validate_divisible
+from tensor_parallel.layers import TIME, validate_divisible, validate_heads
 from training.arguments import NotOffered, Size, TrainArgs
 from training.evaluation import sums_of
 from training.run import Run
@@ -116,8 +116,7 @@ class DTensorGPT(nn.Module):
     def __init__(self, module: GPT, device: torch.device, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.module, self.sequence_parallel = module, sequence_parallel
-        validate_divisible("query heads", module.config.num_heads, None)
-        validate_divisible("key and value heads", module.config.kv_heads, None)
+        validate_heads(module.config, None)
         for parameter in module.parameters():
             broadcast(parameter.detach(), root=0)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -226,11 +225,6 @@ class Args(TrainArgs):
     checkpoint: NotOffered = None  # not written for DTensors here; tensor_parallel takes it
     resume: NotOffered = None
     auto_resume: NotOffered = None
-
-    def validate(self, world_size: int) -> None:
-        """Raise WorkbookError unless the ranks can have equally many heads."""
-        heads = GPTConfig.named(self.size).num_heads
-        validate_divisible(f"heads of --size {self.size}", heads, None, CURE)
 
 
 def main(cluster: Cluster, args: Args) -> None:

@@ -24,6 +24,7 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
+from tensor_parallel.expected_traffic import figures, traffic_per_step
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.train_tensor_parallel import Args
 from training.run import Run
@@ -49,10 +50,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
-            run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+            run.expect_traffic(traffic_per_step(model, *x.shape, is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, **model.figures(observed, *x.shape))
+    run.finish(model, **figures(model, observed, *x.shape))
 
 
 if __name__ == "__main__":

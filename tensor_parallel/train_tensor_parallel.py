@@ -28,10 +28,9 @@ import training.arguments
 from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
-from lab.models.model import GPTConfig
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
-from tensor_parallel.layers import CURE, validate_divisible
+from tensor_parallel.expected_traffic import figures, traffic_per_step
 from tensor_parallel.parallelize import parallelize
 from training.arguments import ClipArgs, NotOffered, Size
 from training.run import Run
@@ -47,11 +46,6 @@ class Args(ClipArgs, training.arguments.Args):
     overlap: bool = True
     """Hide the reductions in the backward behind the gradients of the weights (layers.py)."""
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
-
-    def validate(self, world_size: int) -> None:
-        """Raise WorkbookError unless the ranks can have equally many heads."""
-        heads = GPTConfig.named(self.size).num_heads
-        validate_divisible(f"heads of --size {self.size}", heads, None, CURE)
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -74,10 +68,10 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
-            run.expect_traffic(model.traffic_per_step(*x.shape, is_clipped=args.clip is not None))
+            run.expect_traffic(traffic_per_step(model, *x.shape, is_clipped=args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, **model.figures(observed, *x.shape))
+    run.finish(model, **figures(model, observed, *x.shape))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ EXERCISES = (
             Return the mean loss over the targets that are not `ignore`, the same on every rank.
 
             A rank has the logits of v entries of the vocabulary; those from `vocab_size` on are padding, and
-            have no probability. own_rows(tokens, v, vocab_size, group, what) returns for each target its
+            have no probability. own_rows(tokens, v, vocab_size, group) returns for each target its
             column here, and whether it has one; an ignored target may stand for entry 0. The loss of a token
             is log(sum of exp(logit - max)) + max - logit of the target. The logits of 16-bit dtypes are
             computed with in float32. Pass `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx`

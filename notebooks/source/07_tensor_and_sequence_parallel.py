@@ -310,6 +310,7 @@ loss_MB = predict("MB without gathering them?", example=1, unit="MB")
 # %%ranks
 from lab.trace.ledger import LEDGER
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tensor_parallel.expected_traffic import ExpectedTraffic
 
 torch.manual_seed(0)
 logits, targets = torch.randn(64, 32768), torch.randint(32768, (64,))
@@ -359,7 +360,7 @@ block.register_full_backward_pre_hook(lambda *_: counts.update(again=LEDGER.tota
 block.register_full_backward_hook(lambda *_: counts.update(backward=LEDGER.total() - counts["again"]))
 model.loss(model(x), y).backward()
 megabytes = (counts["forward"] + counts["backward"]).bytes_sent / 1e6
-formula = model.traffic_per_block(*x.shape).bytes_sent / 1e6
+formula = ExpectedTraffic(model).of_parts(x.shape, ["blocks.0"]).bytes_sent / 1e6
 f"{megabytes:.3f} MB counted, {formula:.3f} MB by formula"
 
 # %%

@@ -15,9 +15,10 @@ from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS, SequenceCut
 from lab.cluster import Cluster
-from lab.models.model import GPTConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from tensor_parallel.expected_traffic import ExpectedTraffic
+from tensor_parallel.parallelize import parallelize
 from tests.browser import Browser
 
 LENGTHS = (1, 3, 12, 17, 64, 1001)
@@ -130,7 +131,7 @@ def sent_by_lesson(cluster: Cluster, length: int) -> dict[str, int]:
     found["allToAll"] = sum(each.bytes_sent for each in exchange)
     config = GPTConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, width=HEADS * HEAD_WIDTH, num_layers=1)
     for overlap in (False, True):
-        expected = ExpectedTraffic(config, None, True, overlap, ITEMSIZE, ITEMSIZE)
+        expected = ExpectedTraffic(parallelize(GPT(config), None, True, overlap), ITEMSIZE)
         found[f"sequence {overlap}"] = expected.of_parts((BATCH, length), {"blocks.0"}).bytes_sent
     return found
 
