@@ -28,7 +28,7 @@ OTHER_COLORS = ("#332288", "#882255", "#DDCC77", "#117733", "#AA4499", "#661100"
 
 # In inches, so that bars and labels have the same size for any number of ranks.
 MAIN_HEIGHT, LANE_HEIGHT, TRACK_GAP, RANK_GAP, NAME_HEIGHT = 0.30, 0.16, 0.03, 0.16, 0.26
-MIN_POINTS = 1.2  # least width of a bar: microseconds are still visible in a picture of a second
+MARGIN = 1.2  # at the sides, for the names of the lanes
 FONT_POINTS = {MAIN_HEIGHT: 8.0, LANE_HEIGHT: 6.5}
 LETTER = 0.62  # of the font's size, the width of a letter
 
@@ -46,7 +46,6 @@ class Event(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        """Return the end of the event, on the clock of `start_ns`."""
         return self.start_ns + self.duration_ns
 
 
@@ -91,105 +90,83 @@ def draw_panels(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from_zero = {name: _from_zero(name, events) for name, events in panels.items()}
+    from_zero = {name: _from_zero(events) for name, events in panels.items()}
     everything = [event for events in from_zero.values() for event in events]
     last_ms = max(event.end_ns for event in everything) / 1e6 or 1.0
     palette = _palette([event.kind for event in everything])
-    bars, labels, bands, names = _place(from_zero)
-    height = bands[-1][1] + RANK_GAP / 2
-    legend = [Patch(color=color, label=kind) for kind, color in palette.items()]
-    if most := max(_chunk(event) for event in everything):
-        legend.append(Patch(color=shade("#BBBBBB", most), label="darker: a later chunk of the rank"))
+    figure = Figure(dpi=150, layout="constrained")
+    axes = figure.add_subplot(xlim=(0, last_ms), xlabel="time (ms)")
 
-    figure = Figure(figsize=(width, height + (1.3 if title else 1.0)), dpi=150, layout="constrained")
-    axes = figure.add_subplot(xlim=(0, last_ms), ylim=(height, 0), xlabel="time (ms)")
-    for top, bottom in bands:
-        axes.axhspan(top, bottom, color="#F3F3F3", zorder=0)
-    axes.set_yticks([middle for middle, _, _ in labels], [text for _, text, _ in labels])
-    for tick, (_, _, is_rank) in zip(axes.get_yticklabels(), labels, strict=True):
-        tick.set(fontsize=9 if is_rank else 7, color="black" if is_rank else "#666666")
+    ticks: dict[float, str] = {}
+    y = RANK_GAP / 2
+    for name, events in from_zero.items():
+        if name:
+            middle = y + NAME_HEIGHT / 2 - TRACK_GAP
+            axes.text(0, middle, name, size=9, weight="bold", va="center", parse_math=False)
+            y += NAME_HEIGHT
+        for rank, by_lane in lanes(events).items():
+            top = y
+            for lane, spans in by_lane.items():
+                height = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
+                ticks[y + height / 2] = f"rank {rank}" if y == top else lane
+                for track in tracks(spans, nest=False):
+                    _draw_bars(axes, track, y, height, palette, 72 * (width - MARGIN) / last_ms)
+                    y += height + TRACK_GAP
+            axes.axhspan(top - TRACK_GAP, y, color="#F3F3F3", zorder=0)
+            y += RANK_GAP
+    axes.set_ylim(y - RANK_GAP / 2, 0)
+    figure.set_size_inches(width, y + (1.2 if title else 0.9))
+
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    for middle, name in names:
-        axes.text(0, middle, name, size=9, weight="bold", va="center", parse_math=False)
     if title:
         axes.set_title(title, loc="left", fontsize=11)
-    looks: dict[str, Any] = {"ncols": 8, "frameon": False, "fontsize": 8, "handlelength": 1.2}
-    figure.legend(handles=legend, loc="outside lower center", **looks)
-
-    figure.draw_without_rendering()  # fixes the layout, and so the width of a millisecond in points
-    points_per_ms = axes.get_window_extent().width / figure.dpi * 72 / last_ms
-    for top, thickness, track in bars:
-        shown, fills, rims, size = [], [], [], FONT_POINTS[thickness]
-        # Short events last: their bars are wider than their durations, and no other bar may cover them.
-        for event in sorted(track, key=lambda event: -event.duration_ns):
-            start, length = event.start_ns / 1e6, event.duration_ns / 1e6
-            # A widened bar at the end grows to the left, so that it stays inside the picture.
-            bar = max(length, MIN_POINTS / points_per_ms)
-            shown.append((min(start, last_ms - bar), bar))
-            fills.append(shade(palette[event.kind], _chunk(event)))
-            # A white rim separates neighbours, but would cover a very narrow bar.
-            rims.append("white" if length * points_per_ms > 3 else fills[-1])
-            if len(event.name) * LETTER * size < length * points_per_ms - 4:
-                look: dict[str, Any] = {"size": size, "color": readable_on(fills[-1]), "ha": "center"}
-                middle = start + length / 2, top + thickness / 2
-                axes.text(*middle, event.name, va="center_baseline", parse_math=False, **look)
-        axes.broken_barh(shown, (top, thickness), facecolors=fills, edgecolors=rims, linewidth=0.5, zorder=2)
+    legend = [Patch(color=color, label=kind) for kind, color in palette.items()]
+    if most := max(event.args.get("chunk", 0) for event in everything):
+        legend.append(Patch(color=shade("#BBBBBB", most), label="darker: a later chunk of the rank"))
+    figure.legend(
+        handles=legend, loc="outside lower center", ncols=8, frameon=False, fontsize=8, handlelength=1.2
+    )
     figure.savefig(path)
     return Path(path)
 
 
+def _draw_bars(
+    axes: Any, track: list[Event], top: float, height: float, palette: dict[str, str], points_per_ms: float
+) -> None:
+    # Short events last: their edges make them wider than their durations, and no other bar may cover them.
+    track = sorted(track, key=lambda event: -event.duration_ns)
+    fills = [shade(palette[event.kind], event.args.get("chunk", 0)) for event in track]
+    spans = [(event.start_ns / 1e6, event.duration_ns / 1e6) for event in track]
+    # A white edge separates neighbours, but would cover a very narrow bar.
+    edges = [
+        "white" if span[1] * points_per_ms > 3 else fill for span, fill in zip(spans, fills, strict=True)
+    ]
+    axes.broken_barh(spans, (top, height), facecolors=fills, edgecolors=edges, linewidth=0.7, zorder=2)
+    look: dict[str, Any] = {"size": FONT_POINTS[height], "ha": "center", "va": "center_baseline"}
+    for event, fill, (start, length) in zip(track, fills, spans, strict=True):
+        if len(event.name) * LETTER * FONT_POINTS[height] < length * points_per_ms - 4:
+            middle = start + length / 2, top + height / 2
+            axes.text(*middle, event.name, color=readable_on(fill), parse_math=False, **look)
+
+
 def shade(color: str, chunk: int) -> str:
     """Return the colour for the chunk-th stage of a rank: a quarter darker for each stage after the first."""
-    if not chunk:
-        return color
     from matplotlib.colors import to_hex, to_rgb
 
     red, green, blue = (part * 0.75**chunk for part in to_rgb(color))
     return to_hex((red, green, blue))
 
 
-def _chunk(event: Event) -> int:
-    return int(event.args.get("chunk", 0))
-
-
-def _from_zero(panel: str, events: Iterable[Event]) -> list[Event]:
+def _from_zero(events: Iterable[Event]) -> list[Event]:
     events = list(events)
     if not events:
-        where = f" in the panel {panel!r}" if panel else ""
-        raise ValueError(
-            f"nothing to draw{where}: no events. Was start_recording() called before the first span?"
-        )
+        raise ValueError("nothing to draw: no events. Was start_recording() called before the first span?")
     zero = min(event.start_ns for event in events)
     return [event._replace(start_ns=event.start_ns - zero) for event in events]
-
-
-def _place(panels: Mapping[str, Iterable[Event]]) -> tuple[list, list, list, list]:
-    """Return the positions of all elements, in inches from the top.
-
-    A bar is (top, thickness, events of a track), a label (middle, text, whether it is a rank's), a band of a
-    rank (top, bottom), and the name of a panel (middle, text).
-    """
-    bars: list[tuple[float, float, list[Event]]] = []
-    labels, bands, names = [], [], []
-    y = RANK_GAP / 2
-    for name, events in panels.items():
-        if name:
-            names.append((y + NAME_HEIGHT / 2 - TRACK_GAP, name))
-            y += NAME_HEIGHT
-        for rank, by_lane in lanes(events).items():
-            top = y
-            for lane, spans in by_lane.items():
-                thickness = MAIN_HEIGHT if lane == MAIN_LANE else LANE_HEIGHT
-                labels.append((y + thickness / 2, f"rank {rank}" if y == top else lane, y == top))
-                for track in tracks(spans, nest=False):
-                    bars.append((y, thickness, track))
-                    y += thickness + TRACK_GAP
-            bands.append((top - TRACK_GAP, y))
-            y += RANK_GAP
-    return bars, labels, bands, names
 
 
 def _palette(kinds: list[str]) -> dict[str, str]:

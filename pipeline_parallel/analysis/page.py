@@ -4,15 +4,11 @@
     python pipeline_parallel/analysis/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0
     0.25 1
 
-The page holds the timelines of `pipeline_parallel.analysis.simulate`, one for each schedule and setting, so
-it knows nothing of schedules itself. All schedules train the same model: if a rank has n stages, each of them
-takes 1/n of the rank's seconds and holds 1/n of its activations.
-
-A link opens the page with the settings that it names:
-schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
+The page shows timelines of simulate.py. All schedules train the same model: if a rank has n stages, each of
+them takes 1/n of the rank's seconds and holds 1/n of its activations. A link opens the page with the settings
+that it names: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +42,7 @@ TITLES = {
 }
 HERE = Path(__file__).parent
 PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])
+MICROBATCHES_PER_RANK = (1, 2, 4)  # to choose from
 DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
 
 
@@ -57,10 +54,6 @@ class PageArgs:
     """File to write."""
     ranks: tuple[int, ...] = (2, 4, 8)
     """Numbers of ranks to choose from."""
-    microbatches_per_rank: tuple[int, ...] = (1, 2, 4)
-    """Numbers of microbatches to choose from, as multiples of the number of ranks."""
-    chunks: int = 2
-    """Number of stages that each rank has in interleaved 1F1B."""
     forward: float = 1.0
     """Time of the forward of one microbatch in all layers of a rank; any unit, the same for all times."""
     input_gradient: float = 1.0
@@ -79,61 +72,52 @@ def write_page(
 ) -> Path:
     """Write the page for `args` to `path`; the `out` of `args` is not used.
 
-    `measured` holds real runs by the name of their schedule, or any other name: for each the events of one
-    step of all ranks. The page opens with them, each beside a simulation from its own costs. `root` is where
-    the page finds the site, see lab/page/__init__.py.
+    `measured` holds the events of one step of all ranks by the name of their schedule. The page opens with
+    them, each beside a simulation from its own costs. `root` is where it finds the site (lab/page).
     """
     args = args or PageArgs()
-    sizes = [(ranks, ranks * times) for ranks in args.ranks for times in args.microbatches_per_rank]
-    if not sizes or not args.messages:
-        raise ValueError(
-            "The page would be empty: give at least one number for each of --ranks, --microbatches-per-rank "
-            "and --messages."
-        )
+    sizes = [(ranks, ranks * times) for ranks in args.ranks for times in MICROBATCHES_PER_RANK]
     runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
     real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
-    data = {"runs": runs + real, "open": _opening(args, real)}
+    if not runs:
+        raise ValueError("The page would be empty: give at least one number for --ranks and for --messages.")
+    ranks = args.ranks[len(args.ranks) // 2]
+    opening = {"ranks": ranks, "microbatches": 2 * ranks, "message": runs[0]["message"]}
+    if real:
+        opening = {key: real[0][key] for key in opening}
+    opening["show"] = [run["name"] for run in real] or ["gpipe", "1f1b", "zb_h1"]
     costs = (
         f"For one microbatch, the layers of a rank take, in units of time: forward {args.forward:g}, "
         f"input gradient {args.input_gradient:g}, weight gradient {args.weight_gradient:g}."
     )
-    return PAGE.write(
-        path,
-        rules=_colors(max(len(each) for run in runs + real for each in run["stages"])),
-        data=data,
-        root=root,
-        costs=costs,
-    )
+    rules = _colors(max(len(each) for run in runs + real for each in run["stages"]))
+    return PAGE.write(path, rules, {"runs": runs + real, "open": opening}, root, costs=costs)
 
 
 def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
     """Return the simulation of a schedule that the page shows: the same model for any number of stages."""
-    stages = stages_per_rank(name, args.chunks)
+    stages = stages_per_rank(name)
     seconds = (args.forward, args.input_gradient, args.weight_gradient)
     costs = Costs.equal(ranks * stages, *(each / stages for each in seconds))
-    table = table_of(name, ranks, microbatches, args.chunks)
-    return simulate(table, costs, Link(0.0, message), message_bytes=1)
+    return simulate(table_of(name, ranks, microbatches), costs, Link(0.0, message), message_bytes=1)
 
 
 def _simulated(args: PageArgs, ranks: int, microbatches: int, message: float) -> Iterator[dict[str, Any]]:
     for name in SCHEDULES:
-        title, idea = TITLES.get(name, (name, ""))
+        title, idea = TITLES[name]
         run = _packed(simulation(args, name, ranks, microbatches, message))
         yield {"name": name, "title": title, "idea": idea, "message": f"{message:g}", **run}
 
 
 def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
     """Yield a real run, and the simulation of its table with its own median costs."""
-    events = sorted((event for event in events if "action" in event.args), key=lambda event: event.start_ns)
-    if not events:
-        raise ValueError(f"The measured run {label!r} has no events of actions.")
+    events = sorted(events, key=lambda event: event.start_ns)
     zero = events[0].start_ns
     rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
     for event in events:
         action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
-        rows[event.rank].append(
-            TimedAction(action, (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9)
-        )
+        times = (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9
+        rows[event.rank].append(TimedAction(action, *times))
     table = [[timed.action for timed in row] for row in rows]
     again = simulate(table, Costs.measured(events, len(placement(table))))
     title, _ = TITLES.get(label, (label, ""))
@@ -168,21 +152,6 @@ def _packed(simulated: Simulation) -> dict[str, Any]:
     }
 
 
-def _opening(args: PageArgs, real: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings with which the page opens: those of the first measured run, or middle ones."""
-    if real:
-        return {key: real[0][key] for key in ("ranks", "microbatches", "message")} | {
-            "show": [run["name"] for run in real]
-        }
-    ranks = args.ranks[len(args.ranks) // 2]
-    return {
-        "ranks": ranks,
-        "microbatches": ranks * args.microbatches_per_rank[len(args.microbatches_per_rank) // 2],
-        "message": f"{args.messages[0]:g}",
-        "show": ["gpipe", "1f1b", "zb_h1"],
-    }
-
-
 def _colors(chunks: int) -> str:
     """Return style rules for each kind (F, B, I, W) in a rank's first stage (c0), its second and so on."""
     rules = []
@@ -195,13 +164,11 @@ def _colors(chunks: int) -> str:
 
 
 def main(args: PageArgs) -> None:
-    for option in ("forward", "input_gradient", "weight_gradient"):
-        if not 0 < getattr(args, option) < math.inf:
-            raise SystemExit(f"--{option.replace('_', '-')}: give a time above 0.")
-    if args.chunks < 1:
-        raise SystemExit(f"--chunks {args.chunks}: there must be at least one.")
-    if any(not 0 <= message < math.inf for message in args.messages):
-        raise SystemExit("--messages: give times of 0 or more.")
+    if (
+        not min(args.forward, args.input_gradient, args.weight_gradient) > 0
+        or min(args.messages, default=0) < 0
+    ):
+        raise SystemExit("Give times above 0 for the computing, and of 0 or more for --messages.")
     try:
         size = write_page(args.out, args).stat().st_size
     except ValueError as error:
