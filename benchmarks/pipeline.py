@@ -36,7 +36,7 @@ from lab.cluster import Cluster
 from lab.models.model import MLP, GPTConfig, loss_of
 from lab.ranks import run_ranks
 from lab.trace import timeline
-from lab.trace.memory import held_activations
+from lab.trace.memory import saved_activations
 from pipeline_parallel.actions import num_microbatches, placement
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.balance import balanced_stages
@@ -116,7 +116,7 @@ def recomputation(cluster: Cluster, schedule: str, runs: int) -> tuple[Seconds, 
     variants = {"plain": Training(schedule), "recompute": Training(schedule, recompute=True)}
     seconds, held = side_by_side.alternate(variants, runs, warmup=1), {}
     for name, training in variants.items():
-        with held_activations([training.x, training.y, *training.pipeline.parameters()]) as watch:
+        with saved_activations(lambda: [training.x, training.y, *training.pipeline.parameters()]) as watch:
             training()
         held[name] = watch.peak_bytes
     return seconds, held

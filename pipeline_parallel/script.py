@@ -15,7 +15,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.trace import timeline
 from lab.trace.makespan import figures_of
-from lab.trace.memory import held_activations
+from lab.trace.memory import saved_activations
 from pipeline_parallel.own_stages import OwnStages
 from training.run import Run
 from training.validate import tick_seconds
@@ -91,7 +91,7 @@ def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -
     rows = {} if everyones is None else figures_of(everyones, cluster.world_size)
     if args.metronome is None:
         pipeline.zero_grad()
-        with held_activations([x, y, *pipeline.parameters()]) as watch:
+        with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
             pipeline.step(x, y)
         rows["activations_bytes"] = exchange(watch.peak_bytes)
     if args.trace is not None:

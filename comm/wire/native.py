@@ -200,7 +200,7 @@ def _start(
     else:
         traffic = cost.pairwise_traffic(in_sizes, itemsize, rank)
     if op != "barrier":
-        LEDGER.add_formula(op, "torch", traffic, axis_of(group))
+        LEDGER.count(op, "torch", traffic.bytes_sent, traffic.messages_sent, axis_of(group), by_formula=True)
     num_bytes, begin = numel * itemsize, partial(start, async_op=True)
     if slow_link.current() is not None:
         return _start_slowly(op, group, num_bytes, async_op, restore, begin)

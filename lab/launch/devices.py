@@ -6,7 +6,6 @@ from lab.launch.errors import WorkbookError
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -20,23 +19,18 @@ def device_of(local_rank: int, device: str = "cuda") -> torch.device:
 
 def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
     """Raise WorkbookError if `run_ranks` cannot use `device`, or not with this backend and world size."""
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        chosen = torch.device("meta")
-    if chosen.type not in ("cpu", "cuda"):
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda"):
         raise WorkbookError(f"run_ranks(device={device!r}): it must be 'cpu' or 'cuda'.")
     needs_nccl = backend is not None and "nccl" in backend
-    if chosen.type == "cpu":
+    if kind == "cpu":
         if needs_nccl:
             raise WorkbookError("run_ranks(backend='nccl'): nccl sends from GPUs only; add device='cuda'.")
         return
     gpus = num_gpus()
-    if not gpus:
-        raise WorkbookError(f"run_ranks(device={device!r}): this machine has no GPU; leave device out.")
-    if chosen.index is not None and chosen.index >= gpus:
-        raise WorkbookError(f"run_ranks(device={device!r}): the last GPU of this machine is cuda:{gpus - 1}.")
-    usable = gpus if chosen.index is None else 1
+    if int(index or 0) >= gpus:
+        raise WorkbookError(f"run_ranks(device={device!r}): this machine has {gpus} GPUs.")
+    usable = 1 if index else gpus
     if needs_nccl and world_size > usable:
         raise WorkbookError(
             f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl needs one for each; "

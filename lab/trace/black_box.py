@@ -17,13 +17,11 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-PREFIX = "rank_"
 ADDED = "workbook"  # the key of what this file adds to PyTorch's dump
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
@@ -38,45 +36,41 @@ def black_box(folder: str | Path, rank: int, every: float = 0.5) -> Iterator[Non
 
     def write_again_and_again() -> None:
         while not stop.wait(every):
-            dump(folder, rank, places=_places(sys._current_frames().get(watched)))
+            stack = traceback.extract_stack(sys._current_frames()[watched])
+            _dump(folder, rank, RUNNING, "", stack)
 
     thread = threading.Thread(target=write_again_and_again, name="black box", daemon=True)
     thread.start()
-    state, error, places = ENDED, "", []
+    state, error, stack = ENDED, "", traceback.StackSummary()
     try:
         yield
     except BaseException as caught:
         state, error = FAILED, f"{type(caught).__name__}: {caught}".splitlines()[0]
-        frames = traceback.extract_tb(caught.__traceback__)[::-1]
-        places = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+        stack = traceback.extract_tb(caught.__traceback__)
         raise
     finally:
         stop.set()
         thread.join()  # it must not write a later file with an earlier state
         _wait_for_end_marks()
-        dump(folder, rank, state, error, places)
+        _dump(folder, rank, state, error, stack)
 
 
-def dump(
-    folder: str | Path, rank: int, state: str = RUNNING, error: str = "", places: list[Place] | None = None
-) -> Path:
-    """Write PyTorch's recording of this rank to a file in `folder`, and return its path."""
-    recording = _recorded()
+def _dump(folder: str | Path, rank: int, state: str, error: str, stack: traceback.StackSummary) -> None:
+    recording, world = _recorded(), dist.distributed_c10d._world
     recording[ADDED] = {
         "rank": rank,
         "state": state,
         "error": error,
-        "places": _places(sys._getframe(1)) if places is None else places,
-        "groups": _groups(),
-        "written_ns": time.time_ns(),
+        "places": [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)],
+        # PyTorch's dump has the ranks of each group for nccl alone.
+        "groups": {name: list(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())},
     }
-    path = Path(folder) / f"{PREFIX}{rank}"
+    path = Path(folder) / f"rank_{rank}"
     path.parent.mkdir(parents=True, exist_ok=True)
     # A reader never sees half a file, also if this rank is killed now.
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_bytes(pickle.dumps(recording))
     new.replace(path)
-    return path
 
 
 def _wait_for_end_marks() -> None:
@@ -95,17 +89,3 @@ def _recorded() -> dict[str, Any]:
         recording.update({key: value for key, value in one.items() if key not in recording or value})
     recording["entries"] = [entry for one in both for entry in one.get("entries", [])]
     return recording
-
-
-def _groups() -> dict[str, list[int]]:
-    """Return the ranks of each group that this rank belongs to. PyTorch's dump has them for nccl alone."""
-    world = dist.distributed_c10d._world
-    return {name: list(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())}
-
-
-def _places(frame: FrameType | None) -> list[Place]:
-    places = []
-    while frame is not None:
-        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return places

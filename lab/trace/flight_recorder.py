@@ -59,15 +59,13 @@ class Recording:
     groups: dict[str, list[int]]
 
     def calls_of(self, group: str) -> dict[int, Call]:
-        """Return the calls of one group by number."""
         return {call.number: call for call in self.calls if call.group == group}
 
     def whereabouts(self) -> str:
         """Return what is known about a rank that has not arrived."""
         if self.state == ENDED:
             return "it has ended"
-        failed = f"has failed with {self.error}, at" if self.state == FAILED else "was at"
-        return f"it {failed} {self.place}"
+        return f"it {f'has failed with {self.error}, at' if self.state == FAILED else 'was at'} {self.place}"
 
 
 def load(folder: str | Path) -> dict[int, Recording]:
@@ -112,7 +110,6 @@ def _first_difference(group: str, recordings: Mapping[int, Recording]) -> list[s
 
 
 def _operations(made: Mapping[int, Call]) -> list[str]:
-    """Return lines that say which ranks have called which operations, if these differ."""
     if len({call.op for call in made.values()}) == 1:
         return []
     kinds = _by(made, lambda call: f"{call.op}, at {call.place}")
@@ -124,7 +121,6 @@ def _operations(made: Mapping[int, Call]) -> list[str]:
 
 
 def _tensors(made: Mapping[int, Call]) -> list[str]:
-    """Return lines that say which ranks have brought which tensors, if these differ and must not."""
     op, kinds = next(iter(made.values())).op, _by(made, lambda call: call.tensors)
     if op not in EQUAL_INPUTS or len(kinds) == 1:
         return []
@@ -133,7 +129,6 @@ def _tensors(made: Mapping[int, Call]) -> list[str]:
 
 
 def _absence(made: Mapping[int, Call], absent: Iterable[Recording]) -> list[str]:
-    """Return lines that say who waits where, and where the ranks are that have not come, if there are any."""
     missing = [f"Rank {one.rank} has not called it: {one.whereabouts()}" for one in absent]
     kinds = _by(made, lambda call: f"in {call.op}, at {call.place}")
     waiting = [f"{_ranks(r)} {'waits' if len(r) == 1 else 'wait'} {where}" for where, r in kinds.items()]
@@ -141,7 +136,6 @@ def _absence(made: Mapping[int, Call], absent: Iterable[Recording]) -> list[str]
 
 
 def _unfinished(made: Mapping[int, Call]) -> list[str]:
-    """Return a line about a collective that all ranks have called and some have not left."""
     pending = [rank for rank, call in made.items() if not call.has_ended]
     if not pending:
         return []
@@ -162,14 +156,12 @@ def _straggler(group: str, recordings: Mapping[int, Recording]) -> list[str]:
     if len(common) < MIN_CALLS or len(late[rank]) * 2 < len(common):
         return []
     seconds = statistics.median(late[rank])
-    return (
-        []
-        if seconds < LATE
-        else [
-            f"Group {group}: rank {rank} is a straggler. It was the last to arrive in {len(late[rank])} of "
-            f"{len(common)} collectives, by a median of {seconds * 1e3:.0f} ms after the first rank."
-        ]
-    )
+    if seconds < LATE:
+        return []
+    return [
+        f"Group {group}: rank {rank} is a straggler. It was the last to arrive in {len(late[rank])} of "
+        f"{len(common)} collectives, by a median of {seconds * 1e3:.0f} ms after the first rank."
+    ]
 
 
 class _PlainUnpickler(pickle.Unpickler):

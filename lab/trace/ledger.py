@@ -48,13 +48,22 @@ class Ledger:
         # A function that is sent to a rank and uses LEDGER means the ledger of that rank.
         return "LEDGER"
 
-    def count(self, op: str, pattern: str, num_bytes: int, messages: int = 1, axis: str = "") -> None:
-        """Count messages as they leave."""
-        self._add((op, pattern, False, axis), num_bytes, messages)
-
-    def add_formula(self, op: str, pattern: str, traffic: Traffic, axis: str = "") -> None:
-        """Add the traffic of an operation whose messages cannot be counted, by its formula."""
-        self._add((op, pattern, True, axis), traffic.bytes_sent, traffic.messages_sent)
+    def count(
+        self,
+        op: str,
+        pattern: str,
+        num_bytes: int,
+        messages: int = 1,
+        axis: str = "",
+        by_formula: bool = False,
+    ) -> None:
+        """Count messages as they leave, or `by_formula` those of an operation that cannot be counted."""
+        if getattr(self._paused, "is_on", False):
+            return
+        with self._lock:
+            row = self._rows[op, pattern, by_formula, axis]
+            row[0] += num_bytes
+            row[1] += messages
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -65,16 +74,7 @@ class Ledger:
         finally:
             self._paused.is_on = False
 
-    def _add(self, key: tuple[str, str, bool, str], num_bytes: int, messages: int) -> None:
-        if getattr(self._paused, "is_on", False):
-            return
-        with self._lock:
-            row = self._rows[key]
-            row[0] += num_bytes
-            row[1] += messages
-
     def rows(self) -> dict[Entry, Traffic]:
-        """Return a copy of all rows so far."""
         with self._lock:
             return {Entry(*key): Traffic(*row) for key, row in self._rows.items()}
 
@@ -83,7 +83,6 @@ class Ledger:
         return sum(self.rows().values(), Traffic())
 
     def clear(self) -> None:
-        """Remove all rows, for tests and for a new measurement."""
         with self._lock:
             self._rows.clear()
 

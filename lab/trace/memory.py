@@ -15,7 +15,7 @@ lists Python's tensors. A storage that ZeRO 3 has freed has a size of 0.
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lab.trace.ledger import LEDGER
 
-Memory = tuple[torch.device, int]  # the address of a storage
-
 
 def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]:
     """Return the bytes of distinct storages, by class, and of all other storages of this process as "other".
@@ -37,7 +35,7 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
     A storage that belongs to several classes counts for the first of them. Call this when there is no graph:
     tensors that only autograd's graph holds are not found.
     """
-    counted: set[Memory] = set()
+    counted: set[tuple[torch.device, int]] = set()  # the addresses of storages
 
     def add_up(tensors: Iterable[Tensor | None]) -> int:
         total = 0
@@ -55,11 +53,8 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
 
 def resident_bytes() -> int:
     """Return the memory that this process holds now. It is known on Linux only, and 0 elsewhere."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 def _all_tensors() -> Iterator[Tensor]:
@@ -76,8 +71,7 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]
-        return [storage for part in inner if isinstance(part, Tensor) for storage in _storages(part)]
+        return [storage for name in names for storage in _storages(getattr(tensor, name))]
     try:
         storage = tensor.untyped_storage()
         return [storage] if storage.device.type != "meta" and storage.nbytes() else []
@@ -86,15 +80,12 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
 
 
 class Saved:
-    """Hold the bytes that autograd has saved for the backward: all of them, and the most at a time."""
-
     def __init__(self, ignored: Callable[[], Iterable[Tensor]]) -> None:
         self.bytes = self.peak_bytes = 0
         self._ignored = ignored
         self._alive: dict[StorageWeakRef, int] = {}
 
     def note(self, tensor: Tensor) -> None:
-        """Count a tensor as long as anything else keeps its memory: a weak reference does not."""
         ignored = {StorageWeakRef(storage) for each in self._ignored() for storage in _storages(each)}
         for storage in _storages(tensor):
             # An address may be used again when a storage is freed. A weak reference is not.
@@ -111,10 +102,11 @@ _watching: Saved | None = None
 
 @contextmanager
 def saved_activations(ignored: Callable[[], Iterable[Tensor]]) -> Iterator[Saved]:
-    """Count the `bytes` of distinct storages that autograd saves in the block, without those of parameters.
+    """Count the `bytes` of distinct storages that autograd saves in the block, without the `ignored`.
 
-    `ignored`, usually `model.parameters`, is called for each saved tensor, because a sharded model has other
-    parameters while they are gathered. Tensors that a recomputation saves do not count.
+    `peak_bytes` is the most at a time. `ignored`, usually `model.parameters`, is called for each tensor,
+    because a sharded model has other parameters while they are gathered. What a recomputation saves does not
+    count.
     """
     global _watching
     saved = _watching = Saved(ignored)
@@ -128,12 +120,6 @@ def saved_activations(ignored: Callable[[], Iterable[Tensor]]) -> Iterator[Saved
             yield saved
     finally:
         _watching = None
-
-
-def held_activations(ignored: Iterable[Tensor]) -> AbstractContextManager[Saved]:
-    """Count the `peak_bytes` that a training step in the block holds for its backwards, without `ignored`."""
-    tensors = list(ignored)
-    return saved_activations(lambda: tensors)
 
 
 def note_held(*tensors: Tensor) -> None:

@@ -36,19 +36,16 @@ LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a termin
 
 @dataclass
 class StepRecord:
-    """Holds the loss of a step: a float or a 0-d tensor. The caller takes the mean over all ranks.
-
-    A tensor is read late, because reading it makes the host wait for the GPU. Do not change it later.
-    """
+    """Holds the loss of a step. A tensor is read late, because that makes the host wait for the GPU."""
 
     loss: Tensor | float | None = None
 
 
 class Meter:
-    """Times the steps of one rank. `tokens_per_step` counts the tokens of the global batch, over all ranks.
+    """Times the steps of one rank, without the first `warmup` steps, but at most half of all.
 
-    `steps` is the number of the last step; a run that continues from a checkpoint begins after `first_step`.
-    The times leave out the first `warmup` steps, but at most half of all steps.
+    `tokens_per_step` is that of the global batch, over all ranks. `steps` is the number of the last step; a
+    run that continues from a checkpoint begins after `first_step`.
     """
 
     def __init__(
@@ -61,13 +58,12 @@ class Meter:
         warmup: int = 2,
         first_step: int = 0,
     ) -> None:
-        self._cluster, self._run_mode, self._steps = cluster, run_mode, steps
-        self._tokens_per_step, self._as_json, self._warmup = tokens_per_step, as_json, warmup
-        self._first_step = first_step
+        self._cluster, self._run_mode, self._as_json = cluster, run_mode, as_json
+        self._steps, self._first_step, self._warmup = steps, first_step, warmup
+        self._tokens_per_step = tokens_per_step
         self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
         self._console = Console(stderr=as_json)
         self._line_open, self._printed_at = False, -math.inf
-        self._seconds: list[float] = []
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
         self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
@@ -86,22 +82,20 @@ class Meter:
             self._end_line()
             raise
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
-        self._seconds.append((self.windows[-1][1] - start_ns) / 1e9)
         for entry, traffic in LEDGER.rows().items():
-            if (earlier := before.get(entry)) is not traffic:
-                new = traffic if earlier is None else traffic - earlier
+            new = traffic - before.get(entry, Traffic())
+            if new != Traffic():
                 self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
-        if self._first_step + len(self._seconds) == self._steps:
+        if self._first_step + len(self.windows) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
         self._last_loss = record.loss.detach() if isinstance(record.loss, Tensor) else record.loss
-        if len(self._seconds) == 1:
+        if len(self.windows) == 1:
             self._first_loss = self._loss()
         if self._cluster.is_main:
             self._show_progress()
 
     def note(self, text: str) -> None:
-        """Print a line on rank 0, between two steps."""
         if self._cluster.is_main:
             self._end_line()
             self._console.print(Text(f"{self._run_mode}  {text}", style="cyan"), soft_wrap=True)
@@ -116,10 +110,10 @@ class Meter:
         summary = {
             "run_mode": self._run_mode,
             "world_size": self._cluster.world_size,
-            "steps": len(self._seconds),
+            "steps": len(self.windows),
             "first_loss": self._first_loss,
             "last_loss": self._loss(),
-            "step_seconds": statistics.median(self._timed()) if self._seconds else None,
+            "step_seconds": statistics.median(self._timed()) if self.windows else None,
             "tokens_per_second": self._tokens_per_second(),
             "peak_memory_bytes": peak_memory(self._cluster.device) if self._peak is None else self._peak,
             "bytes_sent": sent.bytes_sent,
@@ -138,7 +132,8 @@ class Meter:
         return summary
 
     def _timed(self) -> list[float]:
-        return self._seconds[min(self._warmup, len(self._seconds) // 2) :]
+        seconds = [(end_ns - start_ns) / 1e9 for start_ns, end_ns in self.windows]
+        return seconds[min(self._warmup, len(seconds) // 2) :]
 
     def _tokens_per_second(self) -> float | None:
         timed = self._timed()
@@ -148,9 +143,9 @@ class Meter:
         return None if self._last_loss is None else float(self._last_loss)
 
     def _show_progress(self) -> None:
-        done, live = self._first_step + len(self._seconds), self._console.is_terminal
+        done, live = self._first_step + len(self.windows), self._console.is_terminal
         waited = time.perf_counter() - self._printed_at
-        is_between = len(self._seconds) > 1 and done < self._steps
+        is_between = len(self.windows) > 1 and done < self._steps
         if is_between and waited < (LIVE_SECONDS if live else PLAIN_SECONDS):
             return
         loss, rate = self._loss(), self._tokens_per_second()
@@ -196,7 +191,6 @@ def _plain(value: Any) -> Any:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak that `peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

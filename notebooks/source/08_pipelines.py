@@ -318,13 +318,13 @@ ticks = round(makespan(one_f_one_b) / TICK) if rank == 0 else None
 
 # %%
 # %%ranks
-from lab.trace.memory import held_activations
+from lab.trace.memory import saved_activations
 
 
 def most_bytes(schedule):
     """Return the most bytes that this rank keeps for its backwards at a time."""
     pipeline = pipeline_of(schedule, microbatches=6)
-    with held_activations([features, targets, *pipeline.parameters()]) as held:
+    with saved_activations(lambda: [features, targets, *pipeline.parameters()]) as held:
         pipeline.step(features, targets)
     return held.peak_bytes
 

@@ -42,7 +42,6 @@ def test_a_position_sees_nothing_that_comes_after_it(num_kv_heads):
         (lambda: GPTConfig(num_heads=4, num_kv_heads=3), "num_kv_heads 3 must divide the 4"),
         (lambda: GPTConfig.named("huge"), "no GPT size 'huge': choose one of tiny, small, 24heads, 8layers"),
         (lambda: GPT(TINY)(tokens_of(1, 33)), "33 tokens in a row exceed block_size 32"),
-        (lambda: BabyCNN(image_size=32), "8x8 or 28x28 pixels, not 32x32"),
     ],
 )
 def test_an_impossible_size_is_refused_in_a_sentence(build, words):

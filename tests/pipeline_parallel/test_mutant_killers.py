@@ -13,7 +13,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
-from lab.trace.memory import held_activations
+from lab.trace.memory import saved_activations
 from pipeline_parallel.actions import parse_row
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
@@ -145,7 +145,7 @@ def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
         peaks = []
         for m in (1, 6):  # one microbatch alone, and six of the same size
             pipeline = Pipeline(mlp(2), table_of("1f1b", 2, m), loss_of, x[:1])
-            with held_activations([x, y, *pipeline.parameters()]) as watch:
+            with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
                 pipeline.step(x[:m], y[:m])
             peaks.append(watch.peak_bytes)
         held, most = peaks[1] / peaks[0], 2 - cluster.rank
