@@ -37,7 +37,10 @@ def all_to_all(
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
+    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`.
+
+    `full` does not change, except where `shard` is the rank's part of it.
+    """
     chunks, (sources, targets) = shards_of(full, wire.size), _from_and_to(wire)
     mine, into = segments_of(chunks[wire.rank]), segments_of(shard)
     sizes = [len(segment) for segment in mine]

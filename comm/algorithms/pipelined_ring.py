@@ -27,7 +27,10 @@ def chunk_sent(rank: int, step: int, n: int) -> int:
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`. `full` does not change."""
+    """Write this rank's chunk of the reduction of all ranks' `full` to `shard`.
+
+    `full` does not change, except where `shard` is the rank's part of it.
+    """
     n, r = wire.size, wire.rank
     chunks = shards_of(full, n)
     # `full` must not change, so partial sums need buffers. Two are enough: a step's sums have left two steps

@@ -37,7 +37,10 @@ from comm.wire.wire import Wire
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Reduce `full` over all ranks, and write this rank's chunk to `shard`. `full` does not change."""
+    """Reduce `full` over all ranks, and write this rank's chunk to `shard`.
+
+    `full` does not change, except where `shard` is the rank's part of it.
+    """
     chunks = [chunk.clone() for chunk in shards_of(full, wire.size)]  # partial sums must not go into `full`
     reduce_chunks(wire, chunks, op)
     shard.copy_(chunks[wire.rank])

@@ -62,7 +62,10 @@ def all_gather(wire: Wire, full: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def reduce_scatter(wire: Wire, shard: torch.Tensor, full: torch.Tensor, op: str) -> None:
-    """Reduce `full` over all ranks, and write this rank's part to `shard`. `full` does not change."""
+    """Reduce `full` over all ranks, and write this rank's part to `shard`.
+
+    `full` does not change, except where `shard` is the rank's part of it.
+    """
     total = full.clone() if wire.rank == 0 else full  # a reduce changes the root's tensor only
     tree.reduce(wire, total, op, root=0)
     scatter(wire, shard, total if wire.rank == 0 else None, root=0, numel=full.numel())
