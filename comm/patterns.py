@@ -5,25 +5,26 @@ chosen_pattern("all_reduce", group)        # "tree"
 default_pattern("all_reduce", group)       # "ring", the first one listed; "torch" in a group that uses nccl
 
 `pattern="auto"` takes the pattern that is predicted to be fastest (cost.fastest), from the group's alpha and
-beta. `link_of` measures them: every rank sends to its right neighbour and receives from its left one, all at
-the same time, as in most patterns. So ranks that share cores and memory measure a link that is as slow as
+beta. `measure_link` finds them: every rank sends to its right neighbour and receives from its left one, all
+at the same time, as in most patterns. So ranks that share cores and memory measure a link that is as slow as
 they will find it. MPI's libraries choose by such formulas or by measured tables (Pjesivac-Grbovic et al.,
 "Performance analysis of MPI collective operations", 2007).
 """
 
 import statistics
-import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from comm.transport.choice import chosen_transport
-from comm.transport.messages import irecv, isend
+from comm.transport.messages import AnyTransfer, irecv, isend
 from comm.wire import slow_link
 from comm.wire.slow_link import Link
-from comm.wire.wire import Group, group_of
+from comm.wire.wire import Group, group_of, message_device, peer_wire
 from lab.trace.ledger import LEDGER
+from lab.trace.stream_clock import time_when_done
 
 RINGS = ("ring", "pipelined_ring")
 PATTERNS = {
@@ -40,7 +41,7 @@ PATTERNS = {
     "all_to_all": ("pairwise", "bruck"),
     "barrier": ("tree",),
 }
-SMALL_BYTES, LARGE_BYTES, RUNS = 1 << 10, 1 << 20, 9  # of the messages that measure a link
+SMALL_BYTES, RUNS = 4, 9  # of the messages that measure a link
 _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Link]]" = weakref.WeakKeyDictionary()
 
@@ -65,27 +66,43 @@ def chosen_pattern(op: str, group: Group = None) -> str:
 
 
 def link_of(group: Group = None) -> Link:
-    """Return alpha and beta between neighbours in the group. All its ranks call it at the same point."""
-    if dist.get_world_size(group) == 1:
-        return Link(0.0, 0.0)  # a rank alone sends nothing
+    """Return alpha and beta of the group for "auto". They are measured once, when all its ranks call this."""
     links = _links.setdefault(group_of(group), {})
     circumstances = chosen_transport(), slow_link.current()
     if circumstances not in links:
-        with LEDGER.paused():
-            small, large = (_seconds(size, group) for size in (SMALL_BYTES, LARGE_BYTES))
-        links[circumstances] = Link(small, max(0.0, large - small) / (LARGE_BYTES - SMALL_BYTES))
+        links[circumstances] = measure_link(group, large_bytes=1 << 20)
     return links[circumstances]
 
 
-def _seconds(num_bytes: int, group: Group) -> float:
+def measure_link(group: Group = None, large_bytes: int = 4 << 20, device: torch.device | None = None) -> Link:
+    """Return alpha and beta between neighbours, from the times of tiny and of large messages.
+
+    All ranks call it, and get the same numbers. The messages are tensors on `device`: with gloo those of a
+    GPU take longer than those of the host. A rank alone sends nothing: both numbers are 0.
+    """
+    if dist.get_world_size(group) == 1:
+        return Link(0.0, 0.0)
+    device = device or message_device(group)
+    with LEDGER.paused():
+        small, large = (_seconds(size, group, device) for size in (SMALL_BYTES, large_bytes))
+    return Link(small, max(0.0, large - small) / (large_bytes - SMALL_BYTES))
+
+
+def _seconds(num_bytes: int, group: Group, device: torch.device) -> float:
     """Return the median seconds of a message in both directions: the slowest rank's."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
-    mine, theirs, times = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4), []
+    left, right = (rank - 1) % n, (rank + 1) % n
+    mine, theirs = torch.zeros(2, num_bytes // 4, device=device)
+    times = []
     for _ in range(RUNS):
-        start = time.perf_counter()
-        for transfer in (irecv(theirs, (rank - 1) % n, group), isend(mine, (rank + 1) % n, group)):
+        start = time_when_done(device)
+        if dist.get_backend(group) == "nccl":
+            transfers: Sequence[AnyTransfer] = peer_wire(group).batch(mine, right, theirs, left)
+        else:
+            transfers = [irecv(theirs, left, group), isend(mine, right, group)]
+        for transfer in transfers:
             transfer.wait()
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64)
+        times.append((time_when_done(device) - start) / 1e9)
+    slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=message_device(group))
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks must get the same number
     return slowest.item()

@@ -15,7 +15,7 @@ ranks: if n is odd, ranks n-1 and 0 both send first, and rank n-1 waits until ra
 The second cure uses non-blocking calls.
 
 A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta the time of a byte (Hockney,
-1994). A ping-pong with a tiny message measures alpha, and one with a large message beta.
+1994). Tiny messages around the ring measure alpha, and large ones beta (`measure_link` in patterns.py).
 
 `isend` and `irecv` work like those of torch.distributed, and their bytes are counted (transport/messages.py).
 They travel as those of collectives do: through shared memory or over sockets (transport/streams.py).
@@ -23,7 +23,6 @@ They travel as those of collectives do: through shared memory or over sockets (t
 
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from comm import collectives
-from comm.cost import Link
+from comm.patterns import measure_link
 from comm.script import start
 from comm.transport.messages import AnyTransfer, irecv, isend
 from comm.wire.wire import Group, message_device, peer_wire
@@ -40,7 +39,6 @@ from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.launch.same_start import check_same_start
-from lab.trace.stream_clock import time_when_done
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
@@ -99,42 +97,6 @@ class InFlightShift:
         for transfer in self._transfers:
             transfer.wait()
         return self._incoming
-
-
-def measure_link(
-    group: Group = None,
-    repeats: int = 20,
-    large_bytes: int = 4 << 20,
-    device: torch.device | None = None,
-) -> Link:
-    """Return alpha and beta of the link between ranks 0 and 1: medians of a ping-pong, equal on every rank.
-
-    The messages are tensors on `device`. With gloo those of a GPU take longer than those of the host.
-    """
-    device = device or message_device(group)
-    alpha = _ping_pong(torch.zeros(1, device=device), group, repeats) / 2
-    large = _ping_pong(torch.zeros(large_bytes // 4, device=device), group, max(3, repeats // 4)) / 2
-    per_byte = max(large - alpha, 0.0) / large_bytes
-    both = torch.tensor([alpha, per_byte], dtype=torch.float64, device=device)
-    collectives.broadcast(both, root=0, group=group)
-    return Link(*both.tolist())
-
-
-def _ping_pong(ball: torch.Tensor, group: Group, repeats: int) -> float:
-    """Return the median seconds of a round trip between ranks 0 and 1; the other ranks only wait."""
-    rank, times = dist.get_rank(group), []
-    collectives.barrier(group)
-    for _ in range(repeats + 1 if dist.get_world_size(group) > 1 else 0):
-        start = time_when_done(ball.device)
-        if rank == 0:
-            send(ball, 1, group)
-            recv(ball, 1, group)
-        elif rank == 1:
-            recv(ball, 0, group)
-            send(ball, 0, group)
-        times.append((time_when_done(ball.device) - start) / 1e9)
-    collectives.barrier(group)
-    return statistics.median(times[1:]) if times else 0.0
 
 
 def _neighbours(group: Group) -> tuple[int, int]:

@@ -29,7 +29,8 @@ from rich.table import Table
 from comm import collectives as c
 from comm import cost
 from comm.exchange import exchange
-from comm.point_to_point import measure_link, validate_message
+from comm.patterns import measure_link
+from comm.point_to_point import validate_message
 from comm.script import start
 from comm.shards import shard_sizes
 from comm.wire.wire import message_device
@@ -43,7 +44,6 @@ from lab.trace.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
 MAX_REPEATS = 1000
-QUICK_SECONDS = 0.05  # on slower links it would take long to measure all patterns at several sizes
 
 
 @dataclasses.dataclass
@@ -182,16 +182,13 @@ def main(cluster: Cluster, args: Args) -> None:
                 _shown(units.show_seconds, row["predicted_seconds"]),
                 _shown(units.show_seconds, row["seconds"]),
             )
-    slowest = {op: max(row["seconds"] for row in rows if row["op"] == op) for op in c.PATTERNS}
-    quick = [op for op in c.PATTERNS if len(patterns_of(op)) > 2 and slowest[op] < QUICK_SECONDS]
-    num_bytes = int(args.mb * (1 << 20))
-    choices = {op: (c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)) for op in quick}
+    num_bytes, chosen = int(args.mb * (1 << 20)), [op for op in c.PATTERNS if len(patterns_of(op)) > 2]
+    choices = {op: (c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)) for op in chosen}
     if cluster.is_main:
         console.print(table)
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
         for op, (pattern, why) in choices.items():
-            if why:
-                console.print(f'pattern="auto" takes {pattern} for {op}: {why}.')
+            console.print(f'pattern="auto" takes {pattern} for {op}: {why}.')
         if dist.get_backend() == "nccl":
             console.print("Our patterns need gloo: BACKEND=gloo shows them beside torch's.")
     if cluster.is_main and args.json:

@@ -8,9 +8,8 @@ import tyro
 from torch import Tensor, nn
 
 import training.arguments
-from comm.cost import Link
 from comm.exchange import exchange
-from comm.point_to_point import measure_link
+from comm.patterns import measure_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.trace import timeline
@@ -61,7 +60,7 @@ def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, 
     model, and has dropout masks of its own.
     """
     run = Run(cluster, args, run_mode, share=(0, 1), stream=cluster.rank, same_weights=True)
-    run.link = measure_link(device=cluster.device) if cluster.world_size > 1 else Link(0.0, 0.0)
+    run.link = measure_link(device=cluster.device)
     if args.link is None:
         run.not_measured = "messages between stages are recorded as spans only with --link"
     x, _ = run.batch(0)

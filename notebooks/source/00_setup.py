@@ -216,7 +216,7 @@ bandwidth = predict("How many GB/s does loopback move from rank 0 to rank 1?", e
 # %%ranks
 from comm.point_to_point import measure_link
 
-link = measure_link(large_bytes=32 << 20)  # messages of 4 bytes and of 32 MB go back and forth
+link = measure_link(large_bytes=32 << 20)  # messages of 4 bytes and of 32 MB, in both directions at once
 
 # %%
 link = pull("link")[0]
