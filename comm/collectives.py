@@ -55,7 +55,7 @@ from comm.shards import shard_sizes
 from comm.transport import streams
 from comm.transport.choice import chosen_transport
 from comm.transport.stream_wire import StreamWire
-from comm.wire import native
+from comm.wire import native, slow_link
 from comm.wire.handshake import (
     SHARDED,
     UNEVEN,
@@ -72,9 +72,7 @@ from lab.trace.timeline import span
 
 __all__ = ["PATTERNS", "chosen_pattern", "default_pattern", "pattern_for", "use_pattern"]
 
-Patterns = dict[str, Callable[..., None]]
-Work = native.Work
-Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
+Work = Handle | native.NativeHandle
 FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
     "pipelined_ring": pipelined_ring,
     "ring": ring,
@@ -103,11 +101,11 @@ def broadcast(
 ) -> Work:
     """Copy the root's `tensor` to every rank's. All must have the same number of elements, in any shape."""
     pattern = _choose("broadcast", pattern, group, tensor.nbytes, root)
-    if pattern == "torch":
-        return native.broadcast(tensor, root, group, async_op)
-    algorithm = {"tree": tree.broadcast, "flat": star.broadcast}[pattern]
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
-    return run_collective(header, group, async_op, lambda wire, x: algorithm(wire, x, root), InOut(tensor))
+    patterns = {"tree": tree.broadcast, "flat": star.broadcast}
+    return run_collective(
+        header, group, async_op, lambda wire, x: patterns[pattern](wire, x, root), InOut(tensor)
+    )
 
 
 def scatter(
@@ -121,16 +119,17 @@ def scatter(
     """Write to each rank's `shard` its part of the root's `full`. The other ranks' `full` is ignored."""
     pattern = _choose("scatter", pattern, group, None, root)
     full = _at_root("scatter", full, root, group)
-    if pattern == "torch":
-        return native.scatter(shard, full, root, group, async_op)
     numel = 0 if full is None else full.numel()
     header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
-    patterns: Patterns = {
-        "flat": lambda wire, s, f=None: star.scatter(wire, s, f, root),
-        "tree": lambda wire, s, f=None: sharded_tree.scatter(wire, s, f, root, wire.full_numel),
-    }
+
+    def algorithm(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None = None) -> None:
+        if pattern == "flat":
+            star.scatter(wire, shard, full, root)
+        else:
+            sharded_tree.scatter(wire, shard, full, root, wire.full_numel)
+
     buffers = (Out(shard),) if full is None else (Out(shard), In(full))
-    return run_collective(header, group, async_op, patterns[pattern], *buffers)
+    return run_collective(header, group, async_op, algorithm, *buffers)
 
 
 def gather(
@@ -144,16 +143,17 @@ def gather(
     """Write the shards of all ranks, in rank order, to the root's `full`. The others' `full` is ignored."""
     pattern = _choose("gather", pattern, group, None, root)
     full = _at_root("gather", full, root, group)
-    if pattern == "torch":
-        return native.gather(shard, full, root, group, async_op)
     numel = 0 if full is None else full.numel()
     header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
-    patterns: Patterns = {
-        "flat": lambda wire, s, f=None: star.gather(wire, f, s, root),
-        "tree": lambda wire, s, f=None: sharded_tree.gather(wire, f, s, root, wire.full_numel),
-    }
+
+    def algorithm(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None = None) -> None:
+        if pattern == "flat":
+            star.gather(wire, full, shard, root)
+        else:
+            sharded_tree.gather(wire, full, shard, root, wire.full_numel)
+
     buffers = (In(shard),) if full is None else (In(shard), Out(full))
-    return run_collective(header, group, async_op, patterns[pattern], *buffers)
+    return run_collective(header, group, async_op, algorithm, *buffers)
 
 
 def reduce(
@@ -167,13 +167,13 @@ def reduce(
     """Replace the root's `tensor` by the reduction of all ranks'. The other tensors do not change."""
     pattern = _choose("reduce", pattern, group, tensor.nbytes, root)
     check_reduction(op, tensor.dtype)
-    if pattern == "torch":
-        return native.reduce(tensor, op, root, group, async_op)
-    algorithm = {"tree": tree.reduce, "flat": star.reduce, "pairwise": pairwise.reduce}[pattern]
+    patterns = {"tree": tree.reduce, "flat": star.reduce, "pairwise": pairwise.reduce}
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     buffer = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
-    return run_collective(header, group, async_op, lambda wire, x: algorithm(wire, x, op, root), buffer)
+    return run_collective(
+        header, group, async_op, lambda wire, x: patterns[pattern](wire, x, op, root), buffer
+    )
 
 
 def all_gather(
@@ -185,10 +185,15 @@ def all_gather(
 ) -> Work:
     """Write all shards, in rank order, to each rank's `full`. `shard` may be the rank's part of `full`."""
     pattern = _choose("all_gather", pattern, group, full.nbytes)
-    if pattern == "torch":
-        return native.all_gather(full, shard, group, async_op)
     header = Header("all_gather", pattern, full.dtype, shard=shard.numel(), full=full.numel())
-    return run_collective(header, group, async_op, FILES[pattern].all_gather, Out(full), In(shard))
+    return run_collective(
+        header,
+        group,
+        async_op,
+        lambda wire, f, s: FILES[pattern].all_gather(wire, f, s),
+        Out(full),
+        In(shard),
+    )
 
 
 def reduce_scatter(
@@ -205,13 +210,11 @@ def reduce_scatter(
     """
     pattern = _choose("reduce_scatter", pattern, group, full.nbytes)
     check_reduction(op, full.dtype)
-    if pattern == "torch":
-        return native.reduce_scatter(shard, full, op, group, async_op)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    algorithm = FILES[pattern].reduce_scatter
-    divisor = divisor_before(op, full.dtype, group_of(group).size())
-    buffers = Out(shard), In(full, divisor)
-    return run_collective(header, group, async_op, lambda wire, s, f: algorithm(wire, s, f, op), *buffers)
+    buffers = Out(shard), In(full, divisor_before(op, full.dtype, group_of(group).size()))
+    return run_collective(
+        header, group, async_op, lambda wire, s, f: FILES[pattern].reduce_scatter(wire, s, f, op), *buffers
+    )
 
 
 def all_reduce(
@@ -224,13 +227,10 @@ def all_reduce(
     """Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank."""
     pattern = _choose("all_reduce", pattern, group, tensor.nbytes)
     check_reduction(op, tensor.dtype)
-    if pattern == "torch":
-        return native.all_reduce(tensor, op, group, async_op)
-    algorithm = getattr(*ALL_REDUCES[pattern])
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
+    buffer = InOut(tensor, divisor_before(op, tensor.dtype, group_of(group).size()))
     return run_collective(
-        header, group, async_op, lambda wire, x: algorithm(wire, x, op), InOut(tensor, divisor)
+        header, group, async_op, lambda wire, x: getattr(*ALL_REDUCES[pattern])(wire, x, op), buffer
     )
 
 
@@ -258,8 +258,6 @@ def all_to_all(
             raise CommError(
                 f"all_to_all: {name}_sizes {sizes} do not divide {tensor.numel()} elements into {n} parts."
             )
-    if pattern == "torch":
-        return native.all_to_all(output, full, outs, ins, group, async_op)
     is_even = len({*outs, *ins}) == 1
     header = Header("all_to_all", pattern, full.dtype, shard=ins[0] if is_even else UNEVEN, full=full.numel())
 
@@ -275,8 +273,6 @@ def all_to_all(
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
     """Wait until every rank has called this. The exchange of headers (wire/handshake.py) does that."""
     pattern = _choose("barrier", pattern, group, None)
-    if pattern == "torch":
-        return native.barrier(group, async_op)
     return run_collective(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
 
 
@@ -309,9 +305,9 @@ def run_collective(
     async_op: bool,
     algorithm: Callable[..., None],
     *buffers: In,
-    parts: Parts | None = None,
-) -> Handle:
-    """Run `algorithm(wire, *tensors)` when its turn comes, and return the handle.
+    parts: native.Parts | None = None,
+) -> Work:
+    """Run `algorithm(wire, *tensors)`, or torch's own operation, when its turn comes; return the handle.
 
     The wire is a StreamWire (shared memory or sockets) or a Wire (gloo's messages). The tensors are flat and
     in host memory. `header` describes this rank's call, and `parts` are the sizes of an all-to-all. The ranks
@@ -323,6 +319,8 @@ def run_collective(
                 f"{header.op}: the tensors of one call must have one dtype, not {header.dtype} and "
                 f"{buffer.tensor.dtype}."
             )
+    if header.pattern == "torch" and slow_link.current() is None:
+        return native.start(header, group, async_op, buffers, parts)
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
     handover = handover_of(buffer.tensor for buffer in buffers)
     queue, posted = queue_of(group), time.perf_counter_ns()
@@ -331,28 +329,33 @@ def run_collective(
     def job(sequence: int) -> None:
         with taken(handover), span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
             ready = posted if handover is None else time.perf_counter_ns()
-            delay = LinkDelay(
-                queue, ready, lambda link: cost.seconds(header.op, header.pattern, num_bytes, ranks, link)
-            )
-            try:
-                mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
-                wire = _begin(mine, group, sequence, delay, parts)
-                tensors = [buffer.to_wire() for buffer in buffers]
-                algorithm(wire, *tensors)
-                for buffer, tensor in zip(buffers, tensors, strict=True):
-                    buffer.from_wire(tensor)
-                wire.finish()
-            except CommError as error:
-                if isinstance(error, Mismatch):
-                    wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
-                streams.forget(group)  # they may be out of step: the next use connects again
-                raise
+            charged = native.charged(header, group)
+            delay = LinkDelay(queue, ready, lambda link: cost.seconds(*charged, num_bytes, ranks, link))
+            if header.pattern == "torch":
+                native.run_slowly(header, group, sequence, delay, buffers, parts)
+            else:
+                run(sequence, delay)
             delay.wait()
+
+    def run(sequence: int, delay: LinkDelay) -> None:
+        try:
+            mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
+            wire = _begin(mine, group, sequence, delay, parts)
+            tensors = [buffer.to_wire() for buffer in buffers]
+            algorithm(wire, *tensors)
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.from_wire(tensor)
+            wire.finish()
+        except CommError as error:
+            if isinstance(error, Mismatch):
+                wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+            streams.forget(group)  # they may be out of step: the next use connects again
+            raise
 
     return queue.submit(job, async_op)
 
 
-def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts: Parts | None) -> Wire:
+def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts: native.Parts | None) -> Wire:
     """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
     transport = chosen_transport() if group_of(group).size() > 1 else "gloo"
     if transport == "gloo":

@@ -1,12 +1,11 @@
 """Run collectives by torch.distributed, for comparison and for nccl: the pattern "torch".
 
 The messages of torch cannot be counted from outside. So the ledger adds what the best-known algorithm would
-send, by its formula, and marks the entry as `by_formula`. In containers comm/tour.py also shows the counter
-of the network interface.
+send, by its formula, and marks the entry as `by_formula`.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +14,27 @@ from comm import cost
 from comm.algorithms.reduction import divisor_before
 from comm.errors import CommError
 from comm.shards import shards_of
-from comm.wire import slow_link
-from comm.wire.handshake import exchange_numbers
-from comm.wire.staging import Handover, goes_by_host, taken
+from comm.wire.handshake import SHARDED, Header, exchange_numbers
+from comm.wire.slow_link import LinkDelay
+from comm.wire.staging import In, goes_by_host
 from comm.wire.wire import Group, Wire, axis_of, peer_trouble
-from comm.wire.work_queue import Handle, queue_of
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
+
+Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
 
 
 class NativeHandle:
     """An operation of torch.distributed in flight, with the interface of comm.wire.work_queue.Handle."""
 
-    def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
+    def __init__(self, op: str, work: dist.Work | None, finish: Callable[[], None]) -> None:
         self._op, self._work, self._finish = op, work, finish
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
@@ -48,8 +55,7 @@ class NativeHandle:
             failure = failed(self._op, error)
             self._call_back(failure)
             raise failure from error
-        if self._finish is not None:
-            self._finish()
+        self._finish()
         self._call_back(None)
 
     def is_completed(self) -> bool:
@@ -91,207 +97,111 @@ def _error_of(op: str, future: torch.futures.Future) -> CommError | None:
     return None
 
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-Work = Handle | NativeHandle
-Restore = Callable[[], object] | None  # copies a result back to the caller's tensor
+def start(
+    header: Header, group: Group, async_op: bool, buffers: Sequence[In], parts: Parts | None
+) -> NativeHandle:
+    """Start an operation, and without `async_op` wait for its end."""
+    started, lane = timeline.mark(), "communication" if async_op else None
+    handle = _launch(header, group, buffers, parts)
+    num_bytes = _numel(header, group) * header.dtype.itemsize
 
+    def record(_: object) -> None:
+        # nccl calls back at once, but on a stream that waits for the operation.
+        how: dict[str, Any] = {"lane": lane, "pattern": "torch", "bytes": num_bytes}
+        timeline.record(header.op, "communication", started, timeline.mark(), **how)
 
-def broadcast(tensor: torch.Tensor, root: int, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(tensor, group)
-    start = partial(dist.broadcast, flat, group_src=root, group=group)
-    return _start("broadcast", flat, group, async_op, start, restore, root)
-
-
-def scatter(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(shard, group)
-    parts = None if full is None else _equal_parts("scatter", _flat(full, group)[0], flat, group)
-    start = partial(dist.scatter, flat, parts, group_src=root, group=group)
-    return _start("scatter", flat, group, async_op, start, restore, root, is_shard=True)
-
-
-def gather(shard: torch.Tensor, full: torch.Tensor | None, root: int, group: Group, async_op: bool) -> Work:
-    flat, _ = _flat(shard, group)
-    parts, restore = None, None
-    if full is not None:
-        full_flat, restore = _flat(full, group)
-        parts = _equal_parts("gather", full_flat, flat, group)
-    start = partial(dist.gather, flat, parts, group_dst=root, group=group)
-    return _start("gather", flat, group, async_op, start, restore, root, is_shard=True)
-
-
-def reduce(tensor: torch.Tensor, op: str, root: int, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(tensor, group)
-    if dist.get_rank(group) != root:
-        flat, restore = flat.clone(), None  # torch writes partial results to it
-    reduction = _REDUCTIONS[_divide_first(op, flat, group)]
-    start = partial(dist.reduce, flat, group_dst=root, op=reduction, group=group)
-    return _start("reduce", flat, group, async_op, start, restore, root)
-
-
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool) -> Work:
-    flat, _ = _flat(shard, group)
-    full_flat, restore = _flat(full, group)
-    _equal_parts("all_gather", full_flat, flat, group)
-    start = partial(dist.all_gather_single, full_flat, flat, group=group)
-    return _start("all_gather", full_flat, group, async_op, start, restore)
-
-
-def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(shard, group)
-    full_flat, _ = _flat(full, group)
-    _equal_parts("reduce_scatter", full_flat, flat, group)
-    if divisor_before(op, full_flat.dtype, dist.get_world_size(group)) > 1:
-        full_flat = full_flat.clone()
-        op = _divide_first(op, full_flat, group)
-    start = partial(dist.reduce_scatter_single, flat, full_flat, op=_REDUCTIONS[op], group=group)
-    return _start("reduce_scatter", full_flat, group, async_op, start, restore)
-
-
-def all_reduce(tensor: torch.Tensor, op: str, group: Group, async_op: bool) -> Work:
-    flat, restore = _flat(tensor, group)
-    reduction = _REDUCTIONS[_divide_first(op, flat, group)]
-    start = partial(dist.all_reduce, flat, op=reduction, group=group)
-    return _start("all_reduce", flat, group, async_op, start, restore)
-
-
-def all_to_all(
-    output: torch.Tensor,
-    full: torch.Tensor,
-    out_sizes: list[int],
-    in_sizes: list[int],
-    group: Group,
-    async_op: bool,
-) -> Work:
-    flat, restore = _flat(output, group)
-    full_flat, _ = _flat(full, group)
-    start = partial(dist.all_to_all_single, flat, full_flat, out_sizes, in_sizes, group=group)
-    return _start("all_to_all", full_flat, group, async_op, start, restore, in_sizes=in_sizes)
-
-
-def barrier(group: Group, async_op: bool) -> Work:
-    # nccl's barrier is an all-reduce on a GPU. Without `device_ids` it would guess the GPU from the rank.
-    gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
-    start = partial(dist.barrier, group, device_ids=gpu)
-    return _start("barrier", torch.empty(0), group, async_op, start, None)
-
-
-def _start(
-    op: str,
-    flat: torch.Tensor,
-    group: Group,
-    async_op: bool,
-    start: Callable[..., dist.Work | None],
-    restore: Restore,
-    root: int = 0,
-    is_shard: bool = False,
-    in_sizes: list[int] | None = None,
-) -> Work:
-    """Add the formula's traffic to the ledger, and start the operation. `flat` is full, or a rank's shard."""
-    rank, n, itemsize = dist.get_rank(group), dist.get_world_size(group), flat.element_size()
-    numel = flat.numel() * (n if is_shard else 1)
-    if in_sizes is None:
-        traffic = cost.traffic(op, "torch", numel, itemsize, n, rank, root)
-    else:
-        traffic = cost.pairwise_traffic(in_sizes, itemsize, rank)
-    if op != "barrier":
-        LEDGER.count(op, "torch", traffic.bytes_sent, traffic.messages_sent, axis_of(group), by_formula=True)
-    num_bytes, begin = numel * itemsize, partial(start, async_op=True)
-    if slow_link.current() is not None:
-        return _start_slowly(op, group, num_bytes, async_op, restore, begin)
-    started = timeline.mark()
-    try:
-        handle = NativeHandle(op, begin(), restore)
-    except RuntimeError as error:
-        raise failed(op, error) from error
-    if async_op:
-        if timeline.is_recording():
-            handle.when_done(lambda _: _record(op, num_bytes, started))
-    else:
+    if not async_op:
         handle.end()
-        timeline.record(op, "communication", started, timeline.mark(), pattern="torch", bytes=num_bytes)
+        record(None)
+    elif timeline.is_recording():
+        handle.when_done(record)
     return handle
 
 
-def _start_slowly(
-    op: str,
-    group: Group,
-    num_bytes: int,
-    async_op: bool,
-    finish: Callable[[], object] | None,
-    start: Callable[[], dist.Work | None],
-) -> Handle:
-    """Run the operation in the group's queue: a simulated link carries one operation at a time."""
-    queue, posted = queue_of(group), timeline.now()
-    on_gpu = torch.cuda.is_initialized()
-    handover = Handover(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-
-    def job(sequence: int) -> None:
-        with taken(handover), timeline.span(op, "communication", pattern="torch", bytes=num_bytes):
-            ready = posted if handover is None else timeline.now()
-            over_gloo = dist.get_backend(group) == "gloo"
-            # gloo's reduce-scatter is an all-reduce and a slice, and takes the time of an all-reduce.
-            charged = "all_reduce" if over_gloo and op == "reduce_scatter" else op
-            n, model = dist.get_world_size(group), cost.model_of(charged, "torch")
-            delay = slow_link.LinkDelay(
-                queue, ready, lambda link: cost.seconds(charged, model, num_bytes, n, link)
-            )
-            if over_gloo:
-                # This message is for the simulated link: on a real one nothing moves before all are ready.
-                wire = Wire(group, op, "torch", sequence, counted=False)
-                delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
-            try:
-                NativeHandle(op, start(), finish).end()
-            except RuntimeError as error:
-                raise failed(op, error) from error
-            if on_gpu:  # nccl's wait blocks this thread's stream, not the thread
-                torch.cuda.current_stream().synchronize()
-            delay.wait()
-
-    return queue.submit(job, async_op)
+def run_slowly(
+    header: Header, group: Group, sequence: int, delay: LinkDelay, buffers: Sequence[In], parts: Parts | None
+) -> None:
+    """Run an operation on a simulated link, which carries one at a time, until before `delay.wait()`."""
+    if dist.get_backend(group) == "gloo":
+        # This message is for the simulated link: on a real one nothing moves before all are ready.
+        wire = Wire(group, header.op, "torch", sequence, counted=False)
+        delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
+    _launch(header, group, buffers, parts).end()
+    if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread
+        torch.cuda.current_stream().synchronize()
 
 
-def _record(op: str, num_bytes: int, started: timeline.Moment) -> None:
-    # nccl calls back at once, but on a stream that waits for the operation.
-    ended, lane = timeline.mark(), "communication"
-    timeline.record(op, "communication", started, ended, lane=lane, pattern="torch", bytes=num_bytes)
+def charged(header: Header, group: Group) -> tuple[str, str]:
+    """Return the operation and the pattern whose time a simulated link takes."""
+    op = header.op
+    if header.pattern == "torch" and op == "reduce_scatter" and dist.get_backend(group) == "gloo":
+        op = "all_reduce"  # gloo's reduce-scatter is an all-reduce and a slice
+    return op, cost.model_of(op, header.pattern)
 
 
-def _divide_first(op: str, flat: torch.Tensor, group: Group) -> str:
-    """Divide a tensor whose sum might overflow, as DDP does; return the reduction that then gives the mean.
-
-    It divides in place, by the number of ranks, before the sum. DDP's communication hook waits for the future
-    of torch's sum only, so a division after it would be too late.
-    """
-    if divisor_before(op, flat.dtype, dist.get_world_size(group)) == 1:
-        return op
-    flat.div_(dist.get_world_size(group))
-    return "sum"
+def _numel(header: Header, group: Group) -> int:
+    return header.full or header.shard * dist.get_world_size(group)
 
 
-def _flat(tensor: torch.Tensor, group: Group) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """Return a contiguous flat view, or a flat copy and the function that copies it back."""
-    tensor = tensor.detach()
-    if goes_by_host(tensor, group):
-        tensor, on_gpu = tensor.cpu(), tensor
-        flat = tensor.contiguous().view(-1)
-        return flat, lambda: on_gpu.copy_(flat.view_as(on_gpu))
-    if tensor.is_contiguous():
-        return tensor.view(-1), None
-    flat = tensor.contiguous().view(-1)
-    return flat, lambda: tensor.copy_(flat.view_as(tensor))
-
-
-def _equal_parts(op: str, full: torch.Tensor, shard: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    n = dist.get_world_size(group)
-    if full.numel() != n * shard.numel():
+def _launch(header: Header, group: Group, buffers: Sequence[In], parts: Parts | None) -> NativeHandle:
+    """Add the formula's traffic to the ledger, and start the operation."""
+    op, rank, n = header.op, dist.get_rank(group), dist.get_world_size(group)
+    if op in SHARDED and len(buffers) == 2 and header.full != n * header.shard:
         raise CommError(
-            f"{op}: pattern 'torch' needs equal shards, but {full.numel()} elements on {n} ranks are not "
-            f"{shard.numel()} for each; pad the tensor or take another pattern."
+            f"{op}: pattern 'torch' needs equal shards, but {header.full} elements on {n} ranks are not "
+            f"{header.shard} for each; pad the tensor or take another pattern."
         )
-    return shards_of(full, n)
+    numel, itemsize = _numel(header, group), header.dtype.itemsize
+    traffic = cost.traffic(op, "torch", numel, itemsize, n, rank, max(0, header.root))
+    if parts is not None:
+        traffic = cost.pairwise_traffic(parts[1], itemsize, rank)
+    if op != "barrier":
+        LEDGER.count(op, "torch", traffic.bytes_sent, traffic.messages_sent, axis_of(group), by_formula=True)
+    by_host = any(goes_by_host(buffer.tensor, group) for buffer in buffers)
+    flats = [buffer.flat(by_host) for buffer in buffers]
+
+    def finish() -> None:
+        for buffer, flat in zip(buffers, flats, strict=True):
+            buffer.from_wire(flat)
+
+    try:
+        return NativeHandle(op, _call_torch(header, group, flats, parts), finish)
+    except RuntimeError as error:
+        raise failed(op, error) from error
+
+
+def _call_torch(header: Header, group: Group, flats: list[Any], parts: Parts | None) -> dist.Work | None:
+    root, n = header.root, dist.get_world_size(group)
+    how: dict[str, Any] = {"group": group, "async_op": True}
+    match header.op:
+        case "broadcast":
+            return dist.broadcast(flats[0], group_src=root, **how)
+        case "scatter":
+            shard, *full = flats
+            return dist.scatter(shard, shards_of(full[0], n) if full else None, group_src=root, **how)
+        case "gather":
+            shard, *full = flats
+            return dist.gather(shard, shards_of(full[0], n) if full else None, group_dst=root, **how)
+        case "all_gather":
+            return dist.all_gather_single(*flats, **how)
+        case "all_to_all":
+            return dist.all_to_all_single(*flats, *(parts or ()), **how)
+        case "barrier":
+            # nccl's is an all-reduce on a GPU. Without `device_ids` it would guess the GPU from the rank.
+            gpu = [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
+            return dist.barrier(device_ids=gpu, **how)
+    x = flats[-1]
+    how["op"] = _REDUCTIONS[header.reduction]
+    if header.op == "reduce" and dist.get_rank(group) != root:
+        x = x.clone()  # torch writes partial results to it
+    if divisor_before(header.reduction, x.dtype, n) > 1:
+        # The sum might overflow. DDP's communication hook waits for the future of torch's sum only, so a
+        # division after it would be too late.
+        x = x / n if header.op == "reduce_scatter" else x.div_(n)
+        how["op"] = dist.ReduceOp.SUM
+    match header.op:
+        case "reduce":
+            return dist.reduce(x, group_dst=root, **how)
+        case "reduce_scatter":
+            return dist.reduce_scatter_single(flats[0], x, **how)
+    return dist.all_reduce(x, **how)

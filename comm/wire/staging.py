@@ -29,11 +29,15 @@ class In:
     divisor: int = 1
 
     def to_wire(self) -> torch.Tensor:
-        host = self.tensor.detach()
-        if host.device.type != "cpu" or host.is_conj() or host.is_neg() or not host.is_contiguous():
-            host = host.to("cpu").resolve_conj().resolve_neg().contiguous()
-        flat = host.as_strided((host.numel(),), (1,))  # a tensor of one element may have any stride
+        flat = self.flat(by_host=self.tensor.device.type != "cpu")
         return flat if self.divisor == 1 else flat / self.divisor
+
+    def flat(self, by_host: bool) -> torch.Tensor:
+        """Return the tensor flat and contiguous, as a view if it can be, and by host if asked."""
+        x = self.tensor.detach()
+        if by_host or x.is_conj() or x.is_neg() or not x.is_contiguous():
+            x = (x.to("cpu") if by_host else x).resolve_conj().resolve_neg().contiguous()
+        return x.as_strided((x.numel(),), (1,))  # a tensor of one element may have any stride
 
     def from_wire(self, wired: torch.Tensor) -> None:
         pass
