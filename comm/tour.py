@@ -9,9 +9,9 @@ interface of its own, as in a container, the column "on eth0" shows how many byt
 includes torch's own collectives, whose messages we cannot count. On nccl there are only these.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
-bus, so a pattern that keeps all links busy is slower than predicted. And LINK, the rate of each container's
-network (see the main README.md), slows down what a container sends, not what it receives. So many ranks that
-send to one root are faster than predicted.
+bus. Their link is measured while all send, so a pattern in which few do is faster than predicted. And LINK,
+the rate of each container's network (see the main README.md), slows down what a container sends, not what it
+receives. So many ranks that send to one root are faster than predicted.
 """
 
 import dataclasses
