@@ -27,7 +27,6 @@ operation ends: do not touch its tensors before. `root` is a rank of `group`. `o
 raise the same one; with "torch" a rank can only check its own tensors.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -339,7 +338,7 @@ def run_collective(
 
     def run(sequence: int, delay: LinkDelay) -> None:
         try:
-            mine = dataclasses.replace(header, ready=delay.ready) if delay.ready else header
+            mine = header._replace(ready=delay.ready) if delay.ready else header
             wire = _begin(mine, group, sequence, delay, parts)
             tensors = [buffer.to_wire() for buffer in buffers]
             algorithm(wire, *tensors)

@@ -16,9 +16,9 @@ from comm.algorithms.hierarchical import ranks_by_host
 from comm.patterns import PATTERNS, default_pattern, link_of
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.wire.handshake import ROW_BYTES
-from comm.wire.hosts import known_hosts
+from comm.wire.hosts import hosts_of
 from comm.wire.slow_link import Link
-from comm.wire.wire import Group
+from comm.wire.wire import Group, peer_wire
 from lab import units
 from lab.trace.ledger import Traffic
 
@@ -137,11 +137,13 @@ def expected_traffic(
 ) -> Traffic:
     """Return the bytes and messages that the ledger will show on this rank for a collective of the group.
 
-    `numel` counts the full tensor. `pattern` is what the collective is called with, also None or "auto".
+    `numel` counts the full tensor. `pattern` is what the collective is called with, also None or "auto". For
+    "auto" and "hierarchical" all ranks must call it.
     """
     chosen = pattern_for(op, pattern, numel * itemsize, group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    return per_rank(op, chosen, numel, itemsize, ranks, rank, root, known_hosts(group))
+    hosts = hosts_of(peer_wire(group)) if chosen == "hierarchical" else ()
+    return per_rank(op, chosen, numel, itemsize, ranks, rank, root, hosts)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:

@@ -32,7 +32,6 @@ server, as above.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 import torch
 
@@ -47,8 +46,8 @@ def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     """Replace every rank's `tensor` by the reduction of all. `hosts_of` says which ranks share a host."""
     by_host = ranks_by_host(hosts_of(wire))
     validate_hosts(by_host, wire)
-    own_host = among(wire, next(ranks for ranks in by_host if wire.rank in ranks))
-    owners = among(wire, [ranks[own_host.rank] for ranks in by_host])
+    own_host = SomeRanks(wire, next(ranks for ranks in by_host if wire.rank in ranks))
+    owners = SomeRanks(wire, [ranks[own_host.rank] for ranks in by_host])
     blocks = segments_of(tensor, wire.size * SEGMENT_BYTES // 2)  # they follow one another through the steps
     waiting = [_steps(own_host, owners, block, op) for block in blocks]
     under_way: list[Iterator[None]] = []
@@ -118,20 +117,15 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
     return [[rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)]
 
 
-def among(wire: Wire, members: Sequence[int]) -> Wire:
-    """Return a wire among some ranks of `wire`, this one included, which it numbers from 0."""
-    return cast(Wire, _SomeRanks(wire, members))
-
-
-class _SomeRanks:
-    """A wire among some ranks of another wire, with what an algorithm uses of it."""
+class SomeRanks(Wire):
+    """A wire among some ranks of another wire, this one included, which it numbers from 0."""
 
     def __init__(self, wire: Wire, members: Sequence[int]) -> None:
         self._wire, self._members = wire, members
         self.rank, self.size = members.index(wire.rank), len(members)
 
-    def isend(self, tensor: torch.Tensor, dst: int) -> Any:
-        return self._wire.isend(tensor, self._members[dst])
+    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
+        return self._wire.isend(tensor, self._members[dst], header)
 
-    def irecv(self, tensor: torch.Tensor, src: int) -> Any:
-        return self._wire.irecv(tensor, self._members[src])
+    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
+        return self._wire.irecv(tensor, self._members[src], header)

@@ -19,16 +19,12 @@ import mmap
 import os
 import select
 import socket
-import sys
 import threading
 from collections import deque
 from contextlib import suppress
 from typing import Protocol
 
 from comm.errors import CommError
-
-if sys.platform == "linux":
-    import fcntl
 
 RING_BYTES = 1 << 20  # so much stays in a core's cache between the two copies
 _HEADER_BYTES = 128
@@ -42,7 +38,7 @@ _lock = threading.Lock()
 
 
 def is_possible() -> bool:
-    """Return whether this system has memory without a name, which can be shared."""
+    """Return whether this system has memory without a name."""
     return hasattr(os, "memfd_create")
 
 
@@ -59,8 +55,6 @@ def fence() -> None:
 
 
 class Segment:
-    """A segment that is mapped into this process."""
-
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _SIZE)  # which keeps a descriptor of its own
         self._view = memoryview(self._memory)
@@ -68,42 +62,23 @@ class Segment:
         self.ring = self._view[_HEADER_BYTES:]
 
     def close(self) -> None:
-        """Free the memory. It lives on in the other rank until that one closes it too."""
         for view in (self.words, self.ring, self._view):
             view.release()
         self._memory.close()
 
 
 def create() -> tuple[Segment, int]:
-    """Make a segment whose size cannot change. Return it and its descriptor, which the caller closes.
-
-    Raise CommError if the system has not enough memory for it.
-    """
-    descriptor = os.memfd_create("workbook", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """Return a segment and its descriptor, which the caller closes. Raise CommError without memory."""
+    descriptor = os.memfd_create("workbook", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, _SIZE)  # else a full memory would end the process at the first use
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        segment = Segment(descriptor)
+        return Segment(descriptor), descriptor
     except OSError as error:
         os.close(descriptor)
         raise CommError(
             f"There is not enough memory for a shared segment of {_SIZE} bytes ({error.strerror}); "
             "free some, or use another transport."
         ) from error
-    return segment, descriptor
-
-
-def attach(descriptor: int) -> Segment:
-    """Map a segment that another rank has made, and close the descriptor. Raise OSError if it is not one."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        # Without the seal its maker could shorten it while it is in use, and this process would end.
-        if not seals & fcntl.F_SEAL_SHRINK or os.fstat(descriptor).st_size != _SIZE:
-            raise OSError("this is not a segment of the workbook")
-        return Segment(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Done(Protocol):
@@ -113,8 +88,6 @@ class Done(Protocol):
 
 
 class End:
-    """One end of a connection to a peer."""
-
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
@@ -134,16 +107,14 @@ class OutEnd(End):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a message has not left completely."""
         return bool(self._queue)
 
     def post(self, data: memoryview, transfer: Done) -> None:
-        """Queue a message. `transfer.done` becomes true when its memory may be changed."""
         self._queue.append((data, transfer))
 
 
 class MemoryOut(OutEnd):
-    """The end of a connection over shared memory into which this rank sends."""
+    """The end of a ring buffer into which this rank sends."""
 
     def __init__(self, end: socket.socket, segment: Segment) -> None:
         super().__init__(end)
@@ -173,12 +144,10 @@ class MemoryOut(OutEnd):
         return True
 
     def num_taken(self) -> int:
-        """Return how many messages the receiver has confirmed since the last call."""
         before, self._num_taken = self._num_taken, self._words[NUM_TAKEN]
         return self._num_taken - before
 
     def events(self, waits_for_confirmation: bool) -> int:
-        """Return the events for which select.poll should wait."""
         return select.POLLIN if self.is_busy or waits_for_confirmation else 0
 
     def sleep(self, sleeps: bool) -> None:
@@ -190,7 +159,7 @@ class MemoryOut(OutEnd):
 
 
 class MemoryIn(End):
-    """The end of a connection over shared memory from which this rank receives."""
+    """The end of a ring buffer from which this rank receives."""
 
     def __init__(self, end: socket.socket, segment: Segment) -> None:
         super().__init__(end)
@@ -211,7 +180,6 @@ class MemoryIn(End):
         return num_bytes
 
     def confirm(self) -> None:
-        """Tell the sender that a message was taken."""
         self._words[NUM_TAKEN] += 1
         self._wake_sender()
 

@@ -17,26 +17,16 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 
 from comm.transport import shared_memory
 from comm.transport.shared_memory import End, OutEnd, Segment
 from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qq")  # token, rank
-_TOKEN = struct.Struct("!q")
 _HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
 _MOST_AT_ONCE = 8  # messages that one call gives to the kernel
 Address = tuple[int, int, int]  # IPv4 address, port (0 if there is none), token
-
-
-@dataclass
-class Arrival:
-    """A connection that has said hello. `segment` is None if the messages go through its socket."""
-
-    rank: int
-    socket: socket.socket
-    segment: Segment | None
+Arrival = tuple[int, socket.socket, Segment | None]  # None: the messages of this rank go through its socket
 
 
 class Listener:
@@ -45,13 +35,13 @@ class Listener:
     def __init__(self, size: int) -> None:
         self._token, self._size = secrets.randbits(62), size
         self._tcp = _tcp_listener()
-        self._listening = [self._tcp]
+        self.sockets = [self._tcp]  # on which a rank may connect
         if sys.platform == "linux":
             unix = socket.socket(socket.AF_UNIX)
-            self._listening.append(unix)
+            self.sockets.append(unix)
             unix.bind(_name(self._token))
             unix.listen()
-        for one in self._listening:
+        for one in self.sockets:
             one.setblocking(False)
 
     def address(self) -> Address:
@@ -59,14 +49,10 @@ class Listener:
         host, port = self._tcp.getsockname()
         return struct.unpack("!I", socket.inet_aton(host))[0], port, self._token
 
-    def sockets(self) -> list[socket.socket]:
-        """Return the sockets on which a rank may connect."""
-        return self._listening
-
     def accept(self) -> list[Arrival]:
         """Return the ranks that have connected since the last call. Close what other programs open."""
         arrivals = []
-        for listening in self._listening:
+        for listening in self.sockets:
             with suppress(OSError):
                 while True:
                     end, _ = listening.accept()
@@ -88,9 +74,8 @@ class Listener:
             token, rank = _HELLO.unpack(hello)
             if token != self._token or not 0 <= rank < self._size:
                 return None
-            shared = shared_memory.attach(descriptors.pop()) if descriptors else None
             end.setblocking(False)
-            return Arrival(rank, end, shared)
+            return rank, end, Segment(descriptors[0]) if descriptors else None
         except (OSError, struct.error):
             return None
         finally:
@@ -98,43 +83,32 @@ class Listener:
                 os.close(descriptor)
 
     def close(self) -> None:
-        for listening in self._listening:
+        for listening in self.sockets:
             listening.close()
 
 
-def connect(address: Address, rank: int, seconds: float) -> socket.socket:
+def connect(address: Address, rank: int, seconds: float, share: bool) -> tuple[socket.socket, Segment | None]:
     """Connect to the listener at `address`, as `rank`. Raise OSError after that many `seconds`.
 
-    It does not wait until the other rank accepts: the system of that rank completes the connection.
+    On the same machine `share` makes a segment, too. It does not wait until the other rank accepts: the
+    system of that rank completes the connection.
     """
     host, port, token = address
-    connection = _unix_connection(token, seconds)
+    connection, segment = _unix_connection(token, seconds), None
+    hello = _HELLO.pack(token, rank)
     if connection is None:
         place = socket.inet_ntoa(struct.pack("!I", host)), port
         connection = socket.create_connection(place, timeout=max(0.01, seconds))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(token, rank))
+        connection.sendall(hello)
+    elif share:
+        segment, descriptor = shared_memory.create()
+        socket.send_fds(connection, [hello], [descriptor])
+        os.close(descriptor)
+    else:
+        connection.sendall(hello)
     connection.setblocking(False)
-    return connection
-
-
-def connect_locally(address: Address, rank: int, seconds: float) -> tuple[socket.socket, Segment] | None:
-    """Connect to a listener of this machine, and share a segment with it. Return None if it is elsewhere."""
-    *_, token = address
-    connection = _unix_connection(token, seconds)
-    if connection is None:
-        return None
-    try:
-        shared, descriptor = shared_memory.create()
-        try:
-            socket.send_fds(connection, [_HELLO.pack(token, rank)], [descriptor])
-        finally:
-            os.close(descriptor)
-    except BaseException:
-        connection.close()
-        raise
-    connection.setblocking(False)
-    return connection, shared
+    return connection, segment
 
 
 def _unix_connection(token: int, seconds: float) -> socket.socket | None:
@@ -164,14 +138,14 @@ def _name(token: int) -> str:
 
     Every process can list these names, so it does not contain the token but a checksum of it.
     """
-    return f"\0workbook-{hashlib.sha256(_TOKEN.pack(token)).hexdigest()[:16]}"
+    return f"\0workbook-{hashlib.sha256(str(token).encode()).hexdigest()[:16]}"
 
 
 class StreamOut(OutEnd):
     """The end of a socket into which this rank sends. A message is done when the kernel has its last byte."""
 
     def push(self) -> bool:
-        """Give the kernel as much as it takes. Return whether it has taken anything. Raise OSError."""
+        """Give the kernel as much as it takes. Return whether it has taken anything."""
         if not self._queue:
             return False
         try:
@@ -191,7 +165,7 @@ class StreamOut(OutEnd):
         return True
 
     def num_taken(self) -> int:
-        """Return how many messages the receiver has confirmed since the last call. Raise OSError."""
+        """Return how many messages the receiver has confirmed since the last call."""
         try:
             confirmed = len(self.socket.recv(4096))
         except BlockingIOError:
@@ -213,10 +187,7 @@ class StreamIn(End):
         self._unconfirmed = 0
 
     def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet.
-
-        Raise OSError if the sender has gone.
-        """
+        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet."""
         try:
             received = self.socket.recv_into(into)
         except BlockingIOError:

@@ -30,8 +30,7 @@ from comm.membership import liveness
 from comm.transport import shared_memory
 from comm.transport.choice import chosen_transport
 from comm.transport.shared_memory import Done, MemoryIn, MemoryOut, drain, wake
-from comm.transport.sockets import Address, Listener, StreamIn, StreamOut, connect, connect_locally
-from comm.wire import hosts
+from comm.transport.sockets import Address, Listener, StreamIn, StreamOut, connect
 from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
 from comm.wire.work_queue import COMMUNICATION_THREAD
@@ -73,12 +72,6 @@ class Frame:
             raise ConnectionError(self._peer.trouble)
 
 
-class Left:
-    """A message that leaves, of which only the confirmation counts."""
-
-    done = False
-
-
 class Peer:
     """Another rank: a stream in each direction, the receives that are posted and the unconfirmed sends."""
 
@@ -118,7 +111,6 @@ class Peer:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a message to or from the peer is not done."""
         return bool(self.posted or self.unconfirmed or self.unsent) or (
             self.out is not None and self.out.is_busy
         )
@@ -157,15 +149,14 @@ class Streams:
         self._listener = Listener(self.size)
         self._store: dist.Store | None = None
 
-    def exchange_addresses(self, group: dist.ProcessGroup, wire: Wire) -> None:
-        """Exchange addresses and hosts with all other ranks, which call this too."""
-        rows = exchange_numbers(wire, [*self._listener.address(), hosts.own_host()])
-        hosts.remember(group, [row[3] for row in rows])
-        for name, (_, port, _, _) in zip(self.names, rows, strict=True):
+    def exchange_addresses(self, wire: Wire) -> None:
+        """Exchange addresses with all other ranks, which call this too."""
+        addresses = exchange_numbers(wire, self._listener.address())
+        for name, (_, port, _) in zip(self.names, addresses, strict=True):
             if port == 0:
                 raise CommError(f"{self.what}: rank {name} has no address to which a peer could connect.")
         for peer in self.peers:
-            address, port, token, _ = rows[peer.rank]
+            address, port, token = addresses[peer.rank]
             peer.address = address, port, token
 
     def publish_address(self, store: dist.Store) -> None:
@@ -178,9 +169,10 @@ class Streams:
         with self._lock:
             peer = self._peers[dst]
             if self.has_frames:
-                peer.unsent.append((Frame(len(data), peer).data, Left()))
+                frame = Frame(len(data), peer)
+                peer.unsent.append((frame.data, frame))
                 peer.unconfirmed.append(transfer)
-                transfer = Left()
+                transfer = frame  # of a message that leaves, only the confirmation counts
             peer.unsent.append((data, transfer))
             self._talk_to(peer, "send to")
 
@@ -246,19 +238,17 @@ class Streams:
 
     def _connect(self, peer: Peer) -> StreamOut | MemoryOut:
         assert peer.address is not None
-        try:
-            if self._is_local and (local := connect_locally(peer.address, self.rank, self._timeout)):
-                return MemoryOut(*local)
-        except CommError:
-            if self.transport == "shared_memory":
-                raise
+        connection, segment = connect(peer.address, self.rank, self._timeout, share=self._is_local)
+        if segment is not None:
+            return MemoryOut(connection, segment)
         if self.transport == "shared_memory":
+            connection.close()
             raise CommError(
                 f"{self.what}: rank {dist.get_rank()} and rank {peer.name} cannot share memory. Either rank "
                 f"{peer.name} has left, or it is on another machine or in another container: then take the "
                 "transport auto or sockets."
             )
-        return StreamOut(connect(peer.address, self.rank, self._timeout))
+        return StreamOut(connection)
 
     def finish(self) -> None:
         with self._lock:
@@ -361,7 +351,7 @@ class Streams:
                 # Even with no events to wait for, it tells that the peer has closed the connection.
                 something.register(peer.out.socket, peer.out.events(bool(peer.unconfirmed)))
                 outs[peer.out.socket.fileno()] = peer
-        listening = {end.fileno() for end in self._listener.sockets()}
+        listening = {end.fileno() for end in self._listener.sockets}
         for number in (*listening, self._bell[0].fileno()):
             something.register(number, select.POLLIN)
         self._announce_sleep(True)
@@ -404,13 +394,10 @@ class Streams:
             shared_memory.fence()
 
     def _accept(self) -> None:
-        for one in self._listener.accept():
-            if one.rank == self.rank or self._peers[one.rank].incoming is not None:
-                one.socket.close()
-            elif one.segment is None:
-                self._peers[one.rank].incoming = StreamIn(one.socket)
-            else:
-                self._peers[one.rank].incoming = MemoryIn(one.socket, one.segment)
+        for rank, connection, segment in self._listener.accept():
+            self._peers[rank].incoming = (
+                StreamIn(connection) if segment is None else MemoryIn(connection, segment)
+            )
 
     def close(self) -> None:
         for peer in self.peers:
@@ -443,7 +430,7 @@ def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: in
     if (transport, False) not in made:
         streams = Streams(members, transport)
         streams.what = f"{op} ({pattern})"
-        streams.exchange_addresses(members, Wire(group, op, pattern, sequence, counted=False))
+        streams.exchange_addresses(Wire(group, op, pattern, sequence, counted=False))
         made[transport, False] = streams
     return made[transport, False]
 

@@ -13,7 +13,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,15 +22,8 @@ from comm.shards import shard_sizes
 from comm.wire.wire import Wire
 
 OPS = (
-    "barrier",
-    "broadcast",
-    "scatter",
-    "gather",
-    "reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
+    *("barrier", "broadcast", "scatter", "gather", "reduce"),
+    *("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
 )
 PATTERNS = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
@@ -41,14 +34,13 @@ DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)),
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
-_OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
+_NUMBERS: list[dict] = [
     {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
-)
+]
 ROW_BYTES = _ROW.size
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
 
     The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes. `ready` is not
@@ -65,16 +57,7 @@ class Header:
     ready: int = 0
 
     def pack(self) -> bytes:
-        return _ROW.pack(
-            _OP_NUMBERS[self.op],
-            _PATTERN_NUMBERS[self.pattern],
-            _DTYPE_NUMBERS[self.dtype],
-            _REDUCTION_NUMBERS[self.reduction],
-            self.root,
-            self.shard,
-            self.full,
-            self.ready,
-        )
+        return _ROW.pack(*(number[name] for number, name in zip(_NUMBERS, self, strict=False)), *self[4:])
 
     @staticmethod
     def of(numbers: Sequence[int]) -> "Header":
@@ -157,18 +140,10 @@ def wait_until_all_have_read(wire: Wire) -> None:
     """Return when all ranks have read all headers, so that this rank may raise its Mismatch.
 
     A rank that raised it at once might exit, and a slower one would report a lost connection instead of the
-    Mismatch. This is a dissemination barrier (Hensgen, Finkel and Manber, "Two algorithms for barrier
-    synchronization", 1988). A connection that is lost here is ignored: the peer has passed it, or has died.
+    Mismatch. A connection that is lost here is ignored: the peer has passed this point, or has died.
     """
-    n, r, distance = wire.size, wire.rank, 1
-    while distance < n:
-        with suppress(CommError):
-            leaving = wire.isend(torch.zeros(1), (r - distance) % n, header=True)
-            try:
-                wire.irecv(torch.empty(1), (r + distance) % n, header=True).wait()
-            finally:
-                leaving.wait()
-        distance *= 2
+    with suppress(CommError):
+        exchange_numbers(wire, [0])
 
 
 def check_headers(headers: list[Header], names: list[int]) -> None:

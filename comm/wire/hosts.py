@@ -7,21 +7,19 @@
 Two machines may have the same hostname, but not the same boot id, which Linux draws when it starts. Other
 systems have none, and there the hostname alone counts. A container has a hostname of its own, so it is a
 host. With the variable WORKBOOK_HOST, which replaces the hostname, ranks of one machine stand for several
-hosts. The ranks exchange their hashes once for each group: over streams together with their addresses
-(streams.py), over gloo when an algorithm first asks.
+hosts. The ranks of a group exchange their hashes once, when an algorithm first asks.
 """
 
 import hashlib
 import os
 import socket
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from comm.wire.handshake import exchange_numbers
-from comm.wire.wire import Group, Wire, group_of, peer_wire
+from comm.wire.wire import Wire, peer_wire
 
 VARIABLE = "WORKBOOK_HOST"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -39,20 +37,12 @@ def own_host() -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def remember(group: dist.ProcessGroup, hashes: Sequence[int]) -> None:
-    """Number the hosts from 0, in the order of their lowest ranks, for `hosts_of` and `known_hosts`."""
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(hashes))}
-    _hosts[group] = [numbers[one] for one in hashes]
-
-
-def known_hosts(group: Group) -> list[int]:
-    """Return the number of each rank's host, or an empty list if no operation has exchanged them yet."""
-    return _hosts.get(group_of(group), [])
-
-
 def hosts_of(wire: Wire) -> list[int]:
-    """Return the number of each rank's host. At its first use in a group, all ranks must call it."""
+    """Return the number of each rank's host, from 0. At its first use in a group, all ranks must call it."""
     if wire.group not in _hosts:
+        wire.finish_handshake()  # after it all ranks are known to call this
         apart = peer_wire(wire.group, counted=False)  # as the addresses of the streams, it is no header
-        remember(wire.group, [host for [host] in exchange_numbers(apart, [own_host()])])
+        hashes = [host for [host] in exchange_numbers(apart, [own_host()])]
+        numbers = {one: number for number, one in enumerate(dict.fromkeys(hashes))}
+        _hosts[wire.group] = [numbers[one] for one in hashes]
     return _hosts[wire.group]

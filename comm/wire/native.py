@@ -52,11 +52,10 @@ class NativeHandle:
         try:
             work.wait()
         except RuntimeError as error:
-            failure = failed(self._op, error)
-            self._call_back(failure)
-            raise failure from error
+            raise failed(self._op, error) from error
         self._finish()
-        self._call_back(None)
+        for callback in self._callbacks:
+            callback(None)
 
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
@@ -75,11 +74,6 @@ class NativeHandle:
             self._callbacks.append(callback)
         else:
             future.add_done_callback(lambda future: callback(_error_of(self._op, future)))
-
-    def _call_back(self, error: BaseException | None) -> None:
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(error)
 
 
 def failed(op: str, error: RuntimeError) -> CommError:

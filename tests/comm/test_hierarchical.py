@@ -52,18 +52,19 @@ def test_hierarchical_all_reduce_equals_one_process():
         # Step 1 stays within a host: a rank gets the sum of its host, for one half of the tensor. It sends
         # the other half: 4 numbers.
         half = torch.empty(4).double()
-        pipelined_ring.reduce_scatter(hierarchical.among(wire, [2 * host, 2 * host + 1]), half, mine, "sum")
+        own_host = hierarchical.SomeRanks(wire, [2 * host, 2 * host + 1])
+        pipelined_ring.reduce_scatter(own_host, half, mine, "sum")
         of_host = of_ranks[2 * host] + of_ranks[2 * host + 1]
         assert torch.equal(half, of_host.tensor_split(2)[place])
 
         # Step 2 is between hosts: the two ranks that have the first half add it up, and so do the other two.
         # Each sends 2 numbers and then 2 sums, so 2 ranks send 8 numbers out of a host: one tensor.
-        pipelined_ring.all_reduce(hierarchical.among(wire, [place, place + 2]), half, "sum")
+        pipelined_ring.all_reduce(hierarchical.SomeRanks(wire, [place, place + 2]), half, "sum")
         torch.testing.assert_close(half / 4, expected.tensor_split(2)[place], rtol=1e-9, atol=1e-12)
 
         # Step 3 stays within a host again: its two ranks exchange the finished halves.
         full = torch.empty(8).double()
-        pipelined_ring.all_gather(hierarchical.among(wire, [2 * host, 2 * host + 1]), full, half / 4)
+        pipelined_ring.all_gather(own_host, full, half / 4)
         torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
 
         # The collective does all three. A rank sends as many bytes as in a flat ring, in 4 messages instead

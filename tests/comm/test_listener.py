@@ -32,10 +32,10 @@ def test_strangers_are_not_let_in_and_keep_no_rank_out(monkeypatch):
             strangers.append(socket.create_connection(("127.0.0.1", port)))
             strangers[-1].sendall(hello)
             assert arrivals(listener, 0.002) == []
-        with sockets.connect(listener.address(), 1, 5.0):
-            [arrival] = arrivals(listener)
-            assert arrival.rank == 1
-            arrival.socket.close()
+        with sockets.connect(listener.address(), 1, 5.0, share=False)[0]:
+            [(rank, connection, _)] = arrivals(listener)
+            assert rank == 1
+            connection.close()
         for stranger in strangers[:3]:
             stranger.settimeout(1)
             assert stranger.recv(1) == b"", "it is closed"
