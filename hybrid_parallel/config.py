@@ -14,6 +14,7 @@ the line and the key. The functions communicate nothing, so the launcher calls t
     python -m hybrid_parallel.config --config configs/config.yaml        # prints the number of processes
 """
 
+import argparse
 import dataclasses
 import difflib
 import re
@@ -32,10 +33,9 @@ from hybrid_parallel.mesh import AXES
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError, reason
 from training.arguments import Size
-from training.validate import MAX_BATCH, validate_arguments
+from training.validate import validate_arguments
 
 BATCH_SIZE = 8  # examples per device
-MAX_PROCESSES = 1 << 20
 Choose = Callable[[HybridArgs, int, Mapping[str, Any]], ParallelSizes]
 """Returns the planner's choice for (arguments, number of processes, sizes that are given and must stay)."""
 
@@ -59,51 +59,55 @@ KEYS |= {name: hint for name, hint in OPTIONS.items() if name not in KEYS}
 
 @dataclass(frozen=True)
 class Config:
-    """Holds a run's arguments and its number of processes.
-
-    With `auto` a planner chooses sizes that are not in `given`; a step has batch_size x num_gpus examples.
-    """
+    """Holds a run's arguments and its number of processes."""
 
     args: HybridArgs
     num_processes: int
-    auto: bool
-    given: Mapping[str, Any]
 
 
 def load(path: str, overrides: Sequence[str] = (), choose: Choose | None = None) -> Config:
     """Return the configuration of a file, changed by a command line. Raise WorkbookError for a mistake.
 
-    With `sharding_strategy: auto`, `choose` is called. Without it the sizes stay open.
+    With `sharding_strategy: auto` a step has batch_size x num_gpus examples, and `choose` is called for the
+    sizes that are not given. Without it they stay open.
     """
-    settings = Settings(path, overrides)
+    entries = read_entries(path, overrides)
+    values = {field: entry.value for field, entry in entries.items() if entry.value is not None}
     try:
-        number = settings.number("num_gpus", None, MAX_PROCESSES)
-        batch_size = settings.number("batch_size", BATCH_SIZE, MAX_BATCH)
-        auto = settings.values.get("sharding_strategy") == "auto"
-        options = {
-            name: value for name, value in settings.values.items() if name in OPTIONS and value is not None
-        }
-        for axis in AXES:
-            if (size := options.get(axis, 1)) is not False and size < 1:
-                raise WorkbookError(f"{axis} is {size}; it must be at least 1.")
+        if "num_gpus" not in values:
+            raise WorkbookError("there is no num_gpus; add it, as in num_gpus: 4.")
+        for name in ("num_gpus", *AXES):
+            if (size := values.get(name, 1)) is not False and size < 1:
+                raise WorkbookError(f"{name} is {size}; it must be at least 1.")
+        number, auto = values["num_gpus"], values.get("sharding_strategy") == "auto"
+        options = {name: value for name, value in values.items() if name in OPTIONS}
         options = _without_open_sizes(options) if auto else _with_numbers(options, number)
         replicas = number if auto else sizes_of(HybridArgs(**options), number).data
-        args = HybridArgs(**options | {"batch_size": batch_size * replicas})
+        args = HybridArgs(**options | {"batch_size": options.get("batch_size", BATCH_SIZE) * replicas})
         if not auto:
             args = dataclasses.replace(args, **dataclasses.asdict(sizes_of(args, number)))
-        given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
         validate_arguments(args, args.data or 1, args.model)
         if args.link is not None:
             slow_link.parse(args.link)
         args.validate(number)
         model = model_of(args)
         if auto and choose is not None:
+            given = {f.name: options[f.name] for f in dataclasses.fields(ParallelSizes) if f.name in options}
             args = dataclasses.replace(args, **dataclasses.asdict(choose(args, number, given)))
         if not auto or choose is not None:
             refuse_sizes(sizes_of(args, number), model, args.batch_size, number, args.experts)
     except WorkbookError as error:
-        raise settings.blame(error) from error
-    return Config(args, number, auto, given)
+        raise _blame(error, path, entries) from error
+    return Config(args, number)
+
+
+def _blame(error: WorkbookError, path: str, entries: Mapping[str, "Entry"]) -> WorkbookError:
+    """Return a refusal with the places of the entries that it names before a colon or semicolon."""
+    fact = re.split("[:;]", str(error).replace("--", "").replace("-", "_"))[0]
+    named = [entry for field, entry in entries.items() if re.search(rf"\b({field}|{entry.key})\b", fact)]
+    places = [f"{entry.place} ({entry.key})" if len(named) > 1 else entry.place for entry in named]
+    where = ", ".join(places).replace(f", {path}, ", ", ")  # the file is named once
+    return WorkbookError(f"{where or path}: {error}")
 
 
 def _without_open_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,17 +149,13 @@ def read_command_line(words: Sequence[str], world_size: int, choose: Choose | No
 
 def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the file that --config names, if it is there, and the other words of a command line."""
-    path, rest = None, list[str]()
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        if word == "--config" and (not left or left[0].startswith("--")):
-            raise WorkbookError("--config has no value; name a file, such as configs/config.yaml.")
-        if word == "--config" or word.startswith("--config="):
-            path = left.pop(0) if word == "--config" else word.partition("=")[2]
-        else:
-            rest.append(word)
-    return path, rest
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        found, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError:
+        raise WorkbookError("--config has no value; name a file, such as configs/config.yaml.") from None
+    return found.config, rest
 
 
 @dataclass(frozen=True)
@@ -179,50 +179,28 @@ class Entry:
             near = difflib.get_close_matches(re.sub(r"\W", "_", self.key.lower()), KEYS, n=1)
             help_ = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}."
             raise WorkbookError(f"{self.place}: there is no key {self.key[:40]!r}; {help_}")
-        for kind in kinds_of(KEYS[self.key]):
-            if (found := read_as(self.text, kind)) is not None:
-                return found[0]
-        shown = repr(self.text[:40]) if self.text else "empty"
-        raise WorkbookError(f"{self.place}: {self.key} is {shown}; it must be {allowed(KEYS[self.key])}.")
+        try:
+            return read_value(self.text, kinds_of(KEYS[self.key]))
+        except (ValueError, yaml.YAMLError):
+            shown = repr(self.text[:40]) if self.text else "empty"
+            what = f"{self.key} is {shown}; it must be {allowed(KEYS[self.key])}."
+            raise WorkbookError(f"{self.place}: {what}") from None
 
 
-class Settings:
-    """Holds the entries of a file and of a command line by the options that they set, and their values."""
-
-    def __init__(self, path: str, overrides: Sequence[str]) -> None:
-        self._path = path
-        self._entries: dict[str, Entry] = {}
-        for entry in read_file(path):
-            if (first := self._entries.get(entry.field)) is not None:
-                raise WorkbookError(
-                    f"{entry.place}: {entry.field} is given already, by {first.key} in line "
-                    f"{first.place.rpartition(' ')[2]}; keep one of the two."
-                )
-            self._entries[entry.field] = entry
-        on_command_line = read_overrides(overrides)
-        if any(entry.key == "model" for entry in on_command_line):
-            self._entries.pop("model", None)  # --model small asks for a GPT, also where the file has an MLP
-        self._entries |= {entry.field: entry for entry in on_command_line}
-        self.values = {field: entry.value for field, entry in self._entries.items()}
-
-    def number(self, key: str, default: int | None, largest: int) -> int:
-        """Return the value of a key, from 1 to `largest`. Without a default the key must be there."""
-        value = self.values.get(key, default)
-        if value is None:
-            raise WorkbookError(f"there is no {key}; add it, as in {key}: 4.")
-        if not 1 <= value <= largest:
-            raise WorkbookError(f"{key} is {value}; it must be from 1 to {largest}.")
-        return value
-
-    def blame(self, error: WorkbookError) -> WorkbookError:
-        """Return a refusal with the places of the entries that it names before a colon or semicolon."""
-        fact = re.split("[:;]", str(error).replace("--", "").replace("-", "_"))[0]
-        named = [
-            entry for field, entry in self._entries.items() if re.search(rf"\b({field}|{entry.key})\b", fact)
-        ]
-        places = [f"{entry.place} ({entry.key})" if len(named) > 1 else entry.place for entry in named]
-        where = ", ".join(places).replace(f", {self._path}, ", ", ")  # the file is named once
-        return WorkbookError(f"{where or self._path}: {error}")
+def read_entries(path: str, overrides: Sequence[str]) -> dict[str, Entry]:
+    """Return the entries of a file and of a command line, by the options that they set."""
+    entries: dict[str, Entry] = {}
+    for entry in read_file(path):
+        if (first := entries.get(entry.field)) is not None:
+            raise WorkbookError(
+                f"{entry.place}: {entry.field} is given already, by {first.key} in line "
+                f"{first.place.rpartition(' ')[2]}; keep one of the two."
+            )
+        entries[entry.field] = entry
+    on_command_line = read_overrides(overrides)
+    if any(entry.key == "model" for entry in on_command_line):
+        entries.pop("model", None)  # --model small asks for a GPT, also where the file has an MLP
+    return entries | {entry.field: entry for entry in on_command_line}
 
 
 def read_file(path: str) -> list[Entry]:
@@ -255,14 +233,14 @@ def read_overrides(words: Sequence[str]) -> list[Entry]:
     while rest:
         word = rest.pop(0)
         option, equals, text = word.partition("=")
-        key = option[2:].replace("-", "_")
-        if not option.startswith("--") or not key:
+        key = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--"):
             raise WorkbookError(f"The command line has {word!r} where --key value should stand.")
-        if not equals and key not in KEYS and key.startswith("no_") and is_switch(key[3:]):
-            key, text = key[3:], "False"
+        if key not in KEYS and bool in kinds_of(KEYS.get(key.removeprefix("no_"))):
+            key, text = key.removeprefix("no_"), "False"
         elif not equals and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
-        elif not equals and is_switch(key):
+        elif not equals and bool in kinds_of(KEYS.get(key)):
             text = "True"
         elif not equals and key in KEYS:
             raise WorkbookError(f"{option} has no value; write {option} VALUE.")
@@ -270,41 +248,28 @@ def read_overrides(words: Sequence[str]) -> list[Entry]:
     return entries
 
 
-def is_switch(key: str) -> bool:
-    """Return whether the key can be True or False."""
-    return bool in kinds_of(KEYS.get(key))
-
-
 def kinds_of(hint: Any) -> list[Any]:
-    """Return the types and constants of a union or Literal, text as the last one."""
-    if get_args(hint):
-        kinds = (kind for part in get_args(hint) for kind in kinds_of(part))
-        return sorted(kinds, key=lambda kind: kind is str)
-    return [type(None) if hint is None else hint]
+    """Return the types and constants of a union or Literal."""
+    return [kind for part in get_args(hint) for kind in kinds_of(part)] or [hint]
 
 
-def read_as(text: str, kind: Any) -> tuple[Any] | None:
-    """Return the text as a bool, int, float, str, None or as the constant `kind`; None if it is none."""
-    if kind is bool and text.lower() in ("true", "yes", "on", "false", "no", "off"):
-        return (text.lower() in ("true", "yes", "on"),)
-    if kind is int and re.fullmatch(r"-?(0|[1-9]\d{0,99})", text):
-        return (int(text),)
-    if kind is float and re.fullmatch(r"-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text):
-        return (float(text),)
-    if kind is str and text.strip() and text.isprintable():
-        return (text,)
-    if kind is type(None) and text in ("", "None", "none", "null", "~"):
-        return (None,)
-    return (kind,) if not isinstance(kind, type) and text == str(kind) else None
+def read_value(text: str, kinds: list[Any]) -> Any:
+    """Return the text as one of the types, or as one of the constants. Raise an error if it is none."""
+    value = None if text in ("", "None") else yaml.safe_load(text)
+    if type(value) in kinds or any(type(value) is type(kind) and value == kind for kind in kinds):
+        return value
+    if float in kinds and not isinstance(value, bool):
+        return float(text)  # YAML takes 1 for an integer, and 1e-3 for text
+    if str in kinds and text.strip():
+        return text
+    raise ValueError
 
 
 def allowed(hint: Any) -> str:
     """Return the allowed values as a phrase: "True, False or an integer"."""
-    names = {int: "an integer", float: "a number", str: "a line of text", type(None): "None"}
-    found: list[str] = []
-    for kind in kinds_of(hint):
-        found += ["True", "False"] if kind is bool else [names.get(kind) or str(kind)]
-    return " or ".join(filter(None, [", ".join(found[:-1]), found[-1]]))
+    names = {bool: "True, False", int: "an integer", float: "a number", str: "a text", type(None): "None"}
+    phrase = ", ".join(names.get(kind) or str(kind) for kind in kinds_of(hint))
+    return " or ".join(phrase.rsplit(", ", 1))
 
 
 def main(words: Sequence[str]) -> int:

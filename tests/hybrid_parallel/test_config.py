@@ -40,7 +40,7 @@ def test_the_configurations_of_the_repository_are_what_their_names_say():
         config = load(str(path))
         args, number = config.args, config.num_processes
         sizes[path.stem] = number, args.pipeline, args.data, args.tensor, args.zero
-        if not config.auto:
+        if args.data is not None:
             refuse_sizes(sizes_of(args, number), model_of(args), args.batch_size, number, args.experts)
     assert sizes == {
         "auto": (4, None, None, None, 0),  # still open
@@ -118,8 +118,9 @@ def test_auto_asks_the_planner_for_what_is_not_given(read):
     config = read(text, choose=choose)
     assert asked == [(48, 8, {"zero": 1, "tensor": 2, "recompute": True})]
     assert (axes(config), config.args.microbatches, config.args.batch_size) == ((2, 2, 2), 4, 48)
-    off = read("num_gpus: 8\nsharding_strategy: auto\npipeline_parallelism: False\nzero_redundancy: False")
-    assert off.given == {"pipeline": 1, "zero": 0}
+    off = "num_gpus: 8\nsharding_strategy: auto\npipeline_parallelism: False\nzero_redundancy: False"
+    read(off, choose=choose)
+    assert asked[1][2] == {"pipeline": 1, "zero": 0}
 
 
 def test_the_training_reads_a_file_or_options_alone(read, monkeypatch):
