@@ -44,12 +44,11 @@ def counts_traffic(sent_rE: Tensor, groups: ExpertGroups) -> Traffic:
     return expected_traffic("all_gather", pattern, sent_rE.numel(), sent_rE.element_size(), groups.everyone)
 
 
-def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
-    """Return what this rank sends for a layer, forward and backward; `sent_rE` counts each rank's tokens."""
+def tokens_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
+    """Return what this rank sends in a layer's forward; a backward sends as much."""
     there = tokens_between(sent_rE, groups)
     both = (exchange_traffic(sent_rr, width, itemsize, groups.experts) for sent_rr in (there, there.T))
-    once = sum(both, Traffic())
-    return counts_traffic(sent_rE, groups) + once + once
+    return sum(both, Traffic())
 
 
 def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:
@@ -65,9 +64,12 @@ def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:
 def traffic_per_step(model: nn.Module) -> Traffic:
     """Return this rank's expected traffic for the last step of an ExpertParallel model."""
     width, itemsize = model.module.config.width, model.dense[0].element_size()
-    layers = (layer_traffic(layer.sent_rE, width, itemsize, model.groups) for layer in model.layers)
-    dense = gradient_traffic(model.dense, model.groups.everyone)
-    return sum(layers, dense + gradient_traffic(model.experts, model.groups.replicas))
+    total = gradient_traffic(model.dense, model.groups.everyone)
+    total += gradient_traffic(model.experts, model.groups.replicas)
+    for layer in model.layers:
+        once = tokens_traffic(layer.sent_rE, width, itemsize, model.groups)
+        total += counts_traffic(layer.sent_rE, model.groups) + once + once
+    return total
 
 
 def router_figures(model: nn.Module) -> dict[str, Any]:

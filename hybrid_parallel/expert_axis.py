@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from comm.collectives import use_pattern
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.config import ExpertGroups, MoEConfig
-from expert_parallel.expected_traffic import exchange_traffic, tokens_between
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
@@ -59,13 +58,12 @@ class BalancedExperts(MixtureOfExperts):
     ) -> None:
         super().__init__(config, moe, groups, seed, layer)
         self._weight = weight
-        self.chosen: list[Tensor] = []
-        self.sent: list[Tensor] = []
+        self.forget()
 
     def forget(self) -> None:
         """Forget the counts of earlier forwards."""
-        self.chosen.clear()
-        self.sent.clear()
+        self.chosen: list[Tensor] = []
+        self.sent: list[Tensor] = []
 
     def forward(self, x_btd: Tensor) -> Tensor:
         if x_btd.is_meta:  # a pipeline finds out shapes
@@ -96,22 +94,19 @@ class Experts:
     seed: int = 0
 
 
-class ExpertAxis:
-    """Replaces the MLPs of a GPT by experts, of which this rank has some.
+def add_experts(
+    model: GPT, experts: Experts, groups: ExpertGroups, microbatches: int, pattern: str | None
+) -> None:
+    """Replace the MLPs of a GPT by experts, of which this rank has some.
 
     The auxiliary loss of a step is the mean over its microbatches, each with the tokens of all replicas.
     """
-
-    def __init__(
-        self, model: GPT, experts: Experts, groups: ExpertGroups, microbatches: int, pattern: str | None
-    ) -> None:
-        self.groups = groups
-        for group in (groups.experts, groups.replicas):
-            use_pattern(pattern, group)
-        weight = experts.aux_weight / microbatches
-        for number, block in enumerate(model.blocks):
-            layer = BalancedExperts(model.config, experts.moe, groups, experts.seed, number, weight)
-            block.mlp = layer.to(model.token_embedding.weight)
+    for group in (groups.experts, groups.replicas):
+        use_pattern(pattern, group)
+    weight = experts.aux_weight / microbatches
+    for number, block in enumerate(model.blocks):
+        layer = BalancedExperts(model.config, experts.moe, groups, experts.seed, number, weight)
+        block.mlp = layer.to(model.token_embedding.weight)
 
 
 def layers_of(module: nn.Module) -> list[BalancedExperts]:
@@ -151,35 +146,8 @@ class ReplicatedExperts:
             part.finish_gradient_sync()
         for parameter in self._experts:
             if parameter.grad is not None:
-                parameter.grad.as_subclass(Tensor).div_(self._ranks)
+                parameter.grad /= self._ranks
 
     def traffic_per_step(self) -> Traffic:
         """Return what this rank sends in a step."""
         return sum((traffic_per_step(part, part.pattern) for part in self._parts), Traffic())
-
-
-def tokens_traffic(layer: BalancedExperts, itemsize: int, is_recomputed: bool) -> Traffic:
-    """Return what this rank has sent of tokens and their gradients for a layer in this step.
-
-    `itemsize` is the bytes of a number of a token.
-    """
-    groups, width = layer.groups, layer.router.weight.shape[1]
-    forwards = Traffic()
-    for sent_rE in layer.sent:
-        there = tokens_between(sent_rE, groups)
-        for sent_rr in (there, there.T):
-            forwards += exchange_traffic(sent_rr, width, itemsize, groups.experts)
-    return forwards + of_backwards(forwards, is_recomputed)
-
-
-def of_backwards(forwards: Traffic, is_recomputed: bool) -> Traffic:
-    """Return what backwards send, each as much as a forward; a recomputed layer has two forwards for each."""
-    times = 1 + is_recomputed
-    return Traffic(forwards.bytes_sent // times, forwards.messages_sent // times)
-
-
-def arrived_tokens(layer: BalancedExperts) -> Iterator[int]:
-    """Yield how many tokens have arrived at each expert of this rank, in each noted forward of a layer."""
-    own = layer.own_experts
-    for sent_rE in layer.sent:
-        yield from sent_rE[layer.groups.members, own.start : own.stop].sum(0).tolist()

@@ -36,7 +36,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.full_state import full_state
 from hybrid_parallel.clipping import counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
-from hybrid_parallel.expert_axis import ExpertAxis, Experts, ReplicatedExperts, experts_of, layers_of
+from hybrid_parallel.expert_axis import Experts, ReplicatedExperts, add_experts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, loss_of
@@ -48,7 +48,6 @@ from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
-from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
@@ -80,10 +79,9 @@ class HybridParallel(nn.Module):
         for group in (mesh.pipeline, mesh.replicas, mesh.context, mesh.tensor):
             use_pattern(sizes.pattern, group)
         self.pattern = chosen_pattern("all_reduce", mesh.replicas)  # the other groups have the same
-        self.experts: ExpertAxis | None = None
+        self.experts = None if experts is None else mesh.expert_groups()
         if experts is not None:
-            groups = mesh.expert_groups()
-            self.experts = ExpertAxis(model, experts, groups, sizes.microbatches, sizes.pattern)
+            add_experts(model, experts, self.experts, sizes.microbatches, sizes.pattern)
         self.tensor = parallelize(model, mesh.tensor, sizes.sequence_parallel) if sizes.tensor > 1 else None
         self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.tensor.loss if self.tensor else loss_of
         self.pipeline: Pipeline | None = None
@@ -104,7 +102,7 @@ class HybridParallel(nn.Module):
         self._replicate(optimizer_class, options)
         self.terms: TensorParallel | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
-            self.tensor.held = {shard.parameter: shard.tensor for shard in self.zero_shards}
+            self.tensor.held = self.trained_parameters()
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
@@ -118,7 +116,7 @@ class HybridParallel(nn.Module):
         if zero == 3:
             self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
         elif self.sizes.replicas > 1 and self.experts is not None:
-            self.data = ReplicatedExperts(self.module, self.experts.groups, pattern)
+            self.data = ReplicatedExperts(self.module, self.experts, pattern)
         elif self.sizes.replicas > 1:
             self.data = BucketDataParallel(self.module, group, pattern)
         else:
@@ -165,14 +163,13 @@ class HybridParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model: each number counts once (clipping.py)."""
         groups = [self.mesh.pipeline, self.mesh.tensor]
-        trained = {parameter: parameter for parameter in self.module.parameters()}
+        trained = self.trained_parameters()
         uncounted = counted_elsewhere(self.pipeline, self.tensor)
         if self.sizes.zero:
             groups.append(self.mesh.replicas)
-            trained = {shard.parameter: shard.tensor for shard in self.zero_shards}
         if self.experts is not None:
-            groups.append(self.experts.groups.experts)
-            if self.experts.groups.rank > 0:
+            groups.append(self.experts.experts)
+            if self.experts.rank > 0:
                 uncounted |= {*trained} - {*experts_of(self.module)}
         groups = [group for group in groups if dist.get_world_size(group) > 1]
         uncounted = {tensor for parameter, tensor in trained.items() if parameter in uncounted}
@@ -205,10 +202,11 @@ class HybridParallel(nn.Module):
             return contextlib.nullcontext()
         return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
 
-    @property
-    def zero_shards(self) -> list[ParameterShard]:
-        """Return, with ZeRO, this rank's shards of the parameters that its stages train."""
-        return self.data.parameter_shards
+    def trained_parameters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return what this rank trains of each parameter of its stages: with ZeRO its shard, or else all."""
+        if self.sizes.zero:
+            return {shard.parameter: shard.tensor for shard in self.data.parameter_shards}
+        return {parameter: parameter for parameter in self.module.parameters()}
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the model's state dict, full on every rank, with all experts. All ranks must call it."""
@@ -218,7 +216,7 @@ class HybridParallel(nn.Module):
                 state = {name: tensor.clone() for name, tensor in state.items()}
             else:
                 state = {name: self.tensor.full_tensor(name, shard) for name, shard in state.items()}
-        return state if self.experts is None else full_state(state, self.experts.groups)
+        return state if self.experts is None else full_state(state, self.experts)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of a full state, such as that of a plain model."""
@@ -253,7 +251,7 @@ class HybridParallel(nn.Module):
         held: list[tuple[nn.Parameter, Tensor, int]]  # parameter, what this rank trains of it, from where on
         held = [(parameter, parameter, 0) for parameter in names]
         if self.sizes.zero:
-            held = [(shard.parameter, shard.tensor, shard.start) for shard in self.zero_shards]
+            held = [(shard.parameter, shard.tensor, shard.start) for shard in self.data.parameter_shards]
         shards: list[Shard] = []
         for parameter, trained, start in held:
             name, local = names[parameter], list(parameter.shape)

@@ -25,19 +25,15 @@ sends.
 
 from collections.abc import Collection, Iterator
 
+from torch import Tensor
+
 from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
-from expert_parallel.expected_traffic import counts_traffic
+from expert_parallel.expected_traffic import counts_traffic, tokens_traffic
 from hybrid_parallel import mesh
 from hybrid_parallel.context_axis import layer_traffic
-from hybrid_parallel.expert_axis import (
-    ReplicatedExperts,
-    arrived_tokens,
-    layers_of,
-    of_backwards,
-    tokens_traffic,
-)
+from hybrid_parallel.expert_axis import BalancedExperts, ReplicatedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
@@ -52,19 +48,17 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
     groups = hybrid.mesh
     numbers = 1 + is_clipped  # the loss, the norm
     by_axis = {
-        "pipeline": _of_pipeline(hybrid) + _of_numbers(numbers, groups.pipeline),
+        "pipeline": _of_numbers(numbers, groups.pipeline),
         "data": _of_data(hybrid, is_clipped) + _of_counts(hybrid) + _of_numbers(1, groups.replicas),
         "context": _of_context(hybrid),
         "expert": Traffic(),
         "tensor": _of_tensor(hybrid) + _of_numbers(is_clipped, groups.tensor),
     }
+    if hybrid.pipeline is not None:
+        by_axis["pipeline"] += hybrid.pipeline.traffic_per_step()
     if hybrid.experts is not None:
-        by_axis["expert"] = _of_experts(hybrid) + _of_numbers(is_clipped, hybrid.experts.groups.experts)
+        by_axis["expert"] = _of_experts(hybrid) + _of_numbers(is_clipped, hybrid.experts.experts)
     return by_axis
-
-
-def _of_pipeline(hybrid: HybridParallel) -> Traffic:
-    return Traffic() if hybrid.pipeline is None else hybrid.pipeline.traffic_per_step()
 
 
 def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
@@ -83,84 +77,83 @@ def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
 
 def _of_counts(hybrid: HybridParallel) -> Traffic:
     """Return the traffic of the all-gathers that tell replicas how many tokens have chosen each expert."""
-    noted = ((layer, sent_rE) for layer in layers_of(hybrid.module) for sent_rE in layer.sent)
-    return sum((counts_traffic(sent_rE, layer.groups) for layer, sent_rE in noted), Traffic())
+    return sum((counts_traffic(sent_rE, layer.groups) for layer, sent_rE in _noted(hybrid)), Traffic())
 
 
 def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
     examples, config = hybrid.example_shape[0], hybrid.plain.config
-    forward, backward = layer_traffic(hybrid.context, examples, config, itemsize_of(hybrid))
+    forward, backward = layer_traffic(hybrid.context, examples, config, _itemsize_of(hybrid))
     blocks = sum(part.startswith("blocks.") for parts in _stages(hybrid) for part in parts)
     layer = [forward, backward] + [forward] * hybrid.sizes.recompute
     return sum(layer * (blocks * hybrid.sizes.microbatches), Traffic())
 
 
 def _of_experts(hybrid: HybridParallel) -> Traffic:
-    layers, is_recomputed = layers_of(hybrid.module), hybrid.sizes.recompute
-    return sum((tokens_traffic(layer, itemsize_of(hybrid), is_recomputed) for layer in layers), Traffic())
+    numbers = hybrid.plain.config.width, _itemsize_of(hybrid)
+    forwards = (tokens_traffic(sent_rE, *numbers, layer.groups) for layer, sent_rE in _noted(hybrid))
+    return _with_backwards(sum(forwards, Traffic()), hybrid)
 
 
-def itemsize_of(hybrid: HybridParallel) -> int:
+def _with_backwards(forwards: Traffic, hybrid: HybridParallel) -> Traffic:
+    """Add what backwards send, each as much as a forward; a recomputed layer has two forwards for each."""
+    times = 1 + hybrid.sizes.recompute
+    return forwards + Traffic(forwards.bytes_sent // times, forwards.messages_sent // times)
+
+
+def _noted(hybrid: HybridParallel) -> Iterator[tuple[BalancedExperts, Tensor]]:
+    """Yield, for each forward of each layer of experts, how many tokens each rank has sent to each expert."""
+    yield from ((layer, sent_rE) for layer in layers_of(hybrid.module) for sent_rE in layer.sent)
+
+
+def _itemsize_of(hybrid: HybridParallel) -> int:
     """Return the bytes of a number that layers compute."""
     if hybrid.sizes.precision == "bf16":
         return 2
     return next(hybrid.module.parameters()).itemsize
 
 
-def expected_of_tensor(hybrid: HybridParallel) -> ExpectedTraffic:
-    """Return the formulas of the tensor axis, which must have several ranks."""
-    assert hybrid.tensor is not None
-    return ExpectedTraffic(hybrid.tensor, itemsize_of(hybrid))
-
-
 def _of_tensor(hybrid: HybridParallel) -> Traffic:
     if hybrid.tensor is None:
         return Traffic()
-    expected, shape = expected_of_tensor(hybrid), hybrid.example_shape
-    layers = [expected.of_parts(shape, parts) for parts in _stages(hybrid)]
-    layers += [expected.of_recomputing(shape, parts) for parts in _recomputed(hybrid)]
-    experts = _of_divided_experts(hybrid, expected)
+    expected = ExpectedTraffic(hybrid.tensor, _itemsize_of(hybrid))
+    shape, passes = hybrid.example_shape, []
+    for parts in _stages(hybrid):
+        passes.append(expected.of_parts(shape, parts))
+        if hybrid.sizes.recompute and hybrid.pipeline is not None:  # a stage in one go
+            passes.append(expected.of_recomputing(shape, parts))
+        elif hybrid.sizes.recompute:
+            passes += [expected.of_recomputing(shape, {p}) for p in parts if p.startswith("blocks.")]
     gradients = expected.of_gradients(_replicated_numel(hybrid, hybrid.tensor.dims))
-    return sum(layers * hybrid.sizes.microbatches, experts + gradients)
+    return sum(passes * hybrid.sizes.microbatches, _of_divided_experts(hybrid, expected) + gradients)
 
 
 def _of_divided_experts(hybrid: HybridParallel, expected: ExpectedTraffic) -> Traffic:
     """Return the traffic of divided experts: an all-reduce of the outputs, and one in the backward."""
-    width = hybrid.plain.config.width if hybrid.experts is not None else 0
-    tokens = [number for layer in layers_of(hybrid.module) for number in arrived_tokens(layer)]
-    forwards = expected.sum([("all_reduce", number * width) for number in tokens], expected.computed_itemsize)
-    return forwards + of_backwards(forwards, hybrid.sizes.recompute)
+    forwards = Traffic()
+    for layer, sent_rE in _noted(hybrid):
+        own = layer.own_experts
+        arrived = sent_rE[layer.groups.members, own.start : own.stop].sum(0).tolist()
+        ops = [("all_reduce", number * hybrid.plain.config.width) for number in arrived]
+        forwards += expected.sum(ops, expected.computed_itemsize)
+    return _with_backwards(forwards, hybrid)
 
 
 def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
+    """Yield the names of the modules that each stage of this rank has."""
     stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
     for stage in stages:
         yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
 
 
-def _recomputed(hybrid: HybridParallel) -> Iterator[set[str]]:
-    """Yield the modules of each part of the model that a backward recomputes: a stage, or a block."""
-    for parts in _stages(hybrid) if hybrid.sizes.recompute else ():
-        if hybrid.pipeline is not None:
-            yield parts
-        else:
-            yield from ({part} for part in parts if part.startswith("blocks."))
-
-
 def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
     """Return the number of elements that this rank trains of parameters that no tensor rank divides."""
-    replicated = [
-        parameter for name, parameter in hybrid.named_own_parameters().items() if name not in divided
-    ]
-    if not hybrid.sizes.zero:
-        return sum(parameter.numel() for parameter in replicated)
-    of_shards = {shard.parameter: shard.tensor.numel() for shard in hybrid.zero_shards}
-    return sum(of_shards[parameter] for parameter in replicated)
+    held = hybrid.trained_parameters()
+    named = hybrid.named_own_parameters().items()
+    return sum(held[parameter].numel() for name, parameter in named if name not in divided)
 
 
 def _of_numbers(count: int, group: Group) -> Traffic:
-    return sum(
-        [expected_traffic("all_reduce", chosen_pattern("all_reduce", group), 1, 8, group)] * count, Traffic()
-    )
+    pattern = chosen_pattern("all_reduce", group)
+    return sum([expected_traffic("all_reduce", pattern, 1, 8, group)] * count, Traffic())

@@ -36,7 +36,7 @@ mutant(
 mutant(
     "hybrid_auxiliary_loss_of_each_microbatch",
     "More microbatches balance experts harder: the weight of the auxiliary loss is not divided among them.",
-    target="hybrid_parallel.expert_axis.ExpertAxis.__init__",
+    target="hybrid_parallel.expert_axis.add_experts",
     changes={"experts.aux_weight / microbatches": "experts.aux_weight"},
     killer=NARRATED_AXES + "test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches",
     cause="once too often for each microbatch",

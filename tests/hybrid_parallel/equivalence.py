@@ -104,7 +104,7 @@ def steps_of(model: GPT | MLP, parts: list[tuple[Tensor, Tensor]], aux_weight: f
 
 def with_all_experts(hybrid: HybridParallel, own: Tensors) -> Tensors:
     """Return tensors by name, with those of the experts of all ranks."""
-    return own if hybrid.experts is None else full_state(own, hybrid.experts.groups)
+    return own if hybrid.experts is None else full_state(own, hybrid.experts)
 
 
 def those_of(hybrid: HybridParallel, every: Tensors) -> Tensors:
@@ -130,7 +130,7 @@ def gradients_of(hybrid: HybridParallel) -> Tensors:
     """Return the full gradients; ZeRO's shards of them are put together from the data axis."""
     named, zero = hybrid.named_own_parameters(), hybrid.sizes.zero
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
-    for shard in hybrid.zero_shards if zero else ():
+    for shard in hybrid.data.parameter_shards if zero else ():
         flat = torch.zeros(shard.parameter.numel(), dtype=torch.float64)
         flat[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad
         all_reduce(flat, group=hybrid.mesh.replicas)
