@@ -7,7 +7,7 @@ turns, so other load on the machine slows all of them:
       round 2   naive 2 1gbit | naive 4 loopback | ...                             and so on, one further
 
 The tokens per second of a run are those of the global batch, from the moment when the first rank began its
-first timed step to the moment when the last rank ended its last one, on one clock (lab/trace/timeline.py).
+first timed step to the moment when the last rank ended its last one, on the clock that they share.
 """
 
 import ctypes
@@ -32,7 +32,6 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.ranks import RankError, run_ranks
 from lab.ranks.forked import preload
 from lab.replace import replaced
-from lab.trace import timeline
 from lab.trace.memory import resident_bytes
 from lab.trace.meter import Meter
 from training.run import WARMUP_STEPS
@@ -163,12 +162,11 @@ MAXIMA = ("step_seconds", "memory_bytes", "peak_memory_bytes", "bytes_per_step")
 
 
 def _run_rank(cluster: Cluster, module: str, given: Any) -> dict[str, Any]:
-    """Run a script's `main` on this rank, and return its figures. Times are on rank 0's clock.
+    """Run a script's `main` on this rank, and return its figures.
 
     `given` has the arguments of `main`, or for a run with a configuration the words of its command line.
     """
     _touch_code()
-    offset = timeline.align(cluster, rounds=2)
     caught: list[tuple[dict[str, Any], list[tuple[int, int]]]] = []
     finish = Meter.finish
 
@@ -185,8 +183,8 @@ def _run_rank(cluster: Cluster, module: str, given: Any) -> dict[str, Any]:
     [(report, windows)] = caught
     timed = windows[min(WARMUP_STEPS, len(windows) // 2) :]
     return {
-        "start": timed[0][0] + offset,
-        "end": timed[-1][1] + offset,
+        "start": timed[0][0],
+        "end": timed[-1][1],
         "steps": len(timed),
         "step_seconds": report["step_seconds"],
         "memory_bytes": report["peak_memory_bytes"] - before,

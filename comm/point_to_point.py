@@ -32,13 +32,13 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.patterns import measure_link
+from comm.same_start import check_same_start
 from comm.script import start
 from comm.transport.messages import AnyTransfer, irecv, isend
 from comm.wire.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.launch.same_start import check_same_start
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
@@ -125,7 +125,7 @@ def validate_message(megabytes: float) -> None:
 
 def main(cluster: Cluster, args: Args) -> None:
     validate_message(args.mb)
-    check_same_start(cluster, torch.empty(0), {"--mb": args.mb})
+    check_same_start(torch.empty(0), {"--mb": args.mb})
     if cluster.world_size < 2:
         raise WorkbookError("Point to point needs two ranks: start at least 2 (WORLD_SIZE=2).")
     out = sys.stderr if args.json else sys.stdout

@@ -40,7 +40,7 @@ from comm.membership.settings import (
     rank_and_world_size,
     seconds,
 )
-from comm.membership.store import WatchedStore, meeting_store
+from comm.membership.store import meeting_store
 from lab.cluster import Cluster
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK, own_interface
@@ -98,7 +98,7 @@ def join() -> Cluster:
     except dist.DistError as error:
         gone = liveness.cause() or liveness.Departure(0, "died")  # rank 0 hosts the store
         raise CommError(f"The group cannot form: {gone}.") from error
-    return Cluster(rank, world_size, local_rank, device, WatchedStore("lab", store, op_timeout))
+    return Cluster(rank, world_size, local_rank, device, dist.PrefixStore("lab", store))
 
 
 def leave(cluster: Cluster) -> None:

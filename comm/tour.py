@@ -31,6 +31,7 @@ from comm import cost
 from comm.exchange import exchange
 from comm.patterns import measure_link
 from comm.point_to_point import validate_message
+from comm.same_start import check_same_start
 from comm.script import start
 from comm.shards import shard_sizes
 from comm.wire.wire import message_device
@@ -38,7 +39,6 @@ from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.launch.interface import interface_bytes_sent
-from lab.launch.same_start import check_same_start
 from lab.trace.ledger import LEDGER
 from lab.trace.stream_clock import time_when_done
 
@@ -156,7 +156,7 @@ def main(cluster: Cluster, args: Args) -> None:
     validate_message(args.mb)
     if not 1 <= args.repeats <= MAX_REPEATS:
         raise WorkbookError(f"--repeats {args.repeats}: choose a number from 1 to {MAX_REPEATS}.")
-    check_same_start(cluster, torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})
+    check_same_start(torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     for op in c.PATTERNS:
         show(cluster, op, console)

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from comm.collectives import all_reduce
 from comm.exchange import exchange
+from comm.same_start import check_same_start
 from comm.script import start
 from data_parallel.sampler import DistributedSampler
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.launch.same_start import check_same_start
 from lab.models.digits import load_digits
 from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
@@ -73,7 +73,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 def main(cluster: Cluster, args: Args) -> None:
     data = load_digits()
-    check_same_start(cluster, data[0], {"RUN_MODE": "train"} | given(args))
+    check_same_start(data[0], {"RUN_MODE": "train"} | given(args))
     images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in data)
     validate_numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
     if args.epochs < 1:

@@ -8,6 +8,7 @@ import tyro
 from torch import Tensor, nn
 
 import training.arguments
+from comm.clocks import gather_events
 from comm.exchange import exchange
 from comm.patterns import measure_link
 from lab.cluster import Cluster
@@ -86,8 +87,7 @@ def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -
     """
     timeline.stop_recording()
     actions = [event for event in timeline.recorded() if "action" in event.args]
-    everyones = timeline.gather_events(cluster, timeline.align(cluster), actions)
-    rows = {} if everyones is None else figures_of(everyones, cluster.world_size)
+    rows = figures_of(gather_events(actions), cluster.world_size)
     if args.metronome is None:
         pipeline.zero_grad()
         with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:

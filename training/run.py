@@ -36,8 +36,10 @@ import torch
 from torch import Tensor, nn
 
 from comm import cost
+from comm.clocks import gather_events
 from comm.collectives import all_reduce, default_pattern, pattern_for
 from comm.cost import Link, expected_traffic
+from comm.same_start import check_same_start
 from comm.transport import choice
 from comm.wire import slow_link
 from lab.check import refuse_unequal
@@ -45,11 +47,10 @@ from lab.cluster import Cluster
 from lab.launch.errors import Complete, Stopped, WorkbookError
 from lab.launch.interrupt import StopRequest
 from lab.launch.launcher import restart_count
-from lab.launch.same_start import check_same_start
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, MLPConfig
 from lab.models.text import rank_slice
 from lab.trace import timeline
-from lab.trace.gantt import Event
+from lab.trace.gantt import Event, draw
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
@@ -108,7 +109,7 @@ class Run:
         self._config = GPTConfig.named(args.size, **own)  # of other models, only the width counts
         self._data = TrainingData(self._model, args.batch_size, args.seed, self._config.block_size)
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
-        check_same_start(cluster, self._data.everything, {"RUN_MODE": run_mode} | given(args))
+        check_same_start(self._data.everything, {"RUN_MODE": run_mode} | given(args))
         self._validate(args)
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
         choice.use_transport(args.transport)
@@ -378,8 +379,14 @@ class Run:
     def _draw(self, folder: str, events: list[Event]) -> None:
         """Write the files of --trace, from this rank's events of some steps."""
         title = f"{self._run_mode}, {self._cluster.world_size} ranks"
-        if (paths := timeline.save(self._cluster, folder, title, events)) and not self._args.json:
-            print(f"The trace is in {' and '.join(map(str, paths))}.")
+        everyones = gather_events(events)
+        if self._cluster.is_main:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            paths = f"{folder}/trace.json", f"{folder}/timeline.png"
+            timeline.write_chrome_trace(paths[0], everyones)
+            draw(everyones, paths[1], title)
+            if not self._args.json:
+                print(f"The trace is in {' and '.join(paths)}.")
 
     def predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
         """Return the predicted time of a step in which gradients are all-reduced (predict.py)."""

@@ -43,11 +43,11 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, broadcast
 from comm.errors import CommError, Mismatch
 from comm.exchange import exchange
+from comm.same_start import check_same_start
 from comm.script import start
 from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.launch.same_start import check_same_start
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
 from training.arguments import Size
@@ -136,7 +136,7 @@ class ElasticArgs(ElasticOptions):
 def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     config = GPTConfig.named(args.size)
     data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
-    check_same_start(cluster, data.everything, dataclasses.asdict(args) | {"json": ""})
+    check_same_start(data.everything, dataclasses.asdict(args) | {"json": ""})
     deaths = Deaths(args.kill, cluster.world_size)
     survivors = Survivors(cluster, args.patience)
     model = GPT(config, seed=args.seed + cluster.rank)

@@ -1,7 +1,7 @@
 """Load the text on which the lessons train, and divide it among the ranks.
 
 The corpus is the source of Python's own standard library, with bytes as tokens: real text without a download.
-Another version of Python has other sources, so the ranks of a job compare their data (lab.launch.same_start).
+Another version of Python has other sources, so the ranks of a job compare their data (comm.same_start).
 
 The global batch of a step is a pure function of (seed, step). A rank takes its slice of it, so N ranks
 together see exactly what one process sees. Shapes by suffix: b batch, t time (position in the text).

@@ -1,42 +1,37 @@
-"""Record spans of all ranks on one clock, and save them as a trace for Perfetto and as a picture.
+"""Record spans of time, and write them as a trace for Perfetto.
 
     start_recording()
     with span("forward", kind="forward", microbatch=3):
         ...
     record("bucket 0", "communication", started_ns, ended_ns, lane="communication")
-    save(cluster, "runs/overlap")      # on every rank; rank 0 writes trace.json and timeline.png
+    events = gather_events()           # comm/clocks.py: those of all ranks, on one clock
+    write_chrome_trace("trace.json", events)
 
     rank 0         |  forward  |      backward      | step |
     communication              | bucket 0 | bucket 1 |
 
-On a GPU a span starts and ends at marks in the stream (lab.trace.stream_clock). Offsets between machines are
-measured as in NTP (RFC 5905, section 8): the fastest of many round trips is the most exact.
+On a GPU a span starts and ends at marks in the stream (lab.trace.stream_clock).
 """
 
 import json
 import math
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
-from lab.launch.threads import machine_id
-from lab.trace.gantt import MAIN_LANE, Event, draw, lanes, tracks
+from lab.trace.gantt import MAIN_LANE, Event, lanes, tracks
 from lab.trace.stream_clock import StreamClock
 
 Moment = int | torch.cuda.Event  # nanoseconds of `now`, or a mark in a GPU's stream
 
 # A monotonic clock: NTP never sets it back. All processes and containers of a machine share it. Other
-# machines have other clocks, and `align` measures the offset.
+# machines have other clocks, and comm/clocks.py measures the offset.
 now = time.perf_counter_ns
 
 _recording = False
@@ -127,84 +122,6 @@ def _own_lane() -> str:
     return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
 
 
-def align(cluster: Cluster, rounds: int = 16, clock: Callable[[], int] = now) -> int:
-    """Return the nanoseconds to add to this rank's `clock` to get rank 0's. Every rank must call it.
-
-    Rank 0 answers `rounds` pings of each rank. A TimeoutError names a rank that does not call it.
-    """
-    store, prefix, machine = cluster.store, _fresh_prefix(cluster, "align"), machine_id()
-    if cluster.is_main:
-        for rank in range(1, cluster.world_size):
-            with _expecting(rank, "align", store):
-                for i in range(rounds):
-                    store.wait([f"{prefix}/{rank}/{i}/ping"])
-                    arrived = clock()
-                    store.set(f"{prefix}/{rank}/{i}/pong", f"{arrived} {clock()} {machine}")
-        return 0
-
-    trips = []
-    with _expecting(0, "align", store):
-        for i in range(rounds):
-            ping, pong = (f"{prefix}/{cluster.rank}/{i}/{ball}" for ball in ("ping", "pong"))
-            sent = clock()
-            store.set(ping, "")
-            # Not get(): over TCP it is a wait and a second round trip, which would count as the way back.
-            store.wait([pong])
-            back = clock()
-            received, answered, main_machine = store.get(pong).decode().split(" ", 2)
-            ahead_going, ahead_coming = int(received) - sent, int(answered) - back
-            trips.append((ahead_going - ahead_coming, (ahead_going + ahead_coming) // 2))
-    delay, offset = min(trips)
-    # On one machine the offset is 0. Return exactly 0 if the round trips allow it, because the measured
-    # offset is inexact: over a FileStore each round trip takes 10 ms.
-    return 0 if machine == main_machine and abs(offset) <= delay / 2 else offset
-
-
-def gather_events(
-    cluster: Cluster, offset_ns: int = 0, events: Iterable[Event] | None = None
-) -> list[Event] | None:
-    """Return all ranks' events, sorted by start, on rank 0, and None elsewhere. Every rank must call it.
-
-    `offset_ns` (from `align`) is added to their times. Half a million events are below the 8 MiB that a
-    TCPStore takes. Values in `args` that JSON cannot represent arrive as strings.
-    """
-    store, prefix = cluster.store, _fresh_prefix(cluster, "gather_events")
-    given = recorded() if events is None else events
-    own = [one._replace(rank=cluster.rank, start_ns=one.start_ns + offset_ns) for one in given]
-    if not cluster.is_main:
-        packed = zlib.compress(json.dumps(own, default=str).encode())
-        with _expecting(0, "gather_events", store):
-            store.set(f"{prefix}/{cluster.rank}", packed)  # type: ignore[arg-type]  # bytes are fine
-        return None
-
-    for rank in range(1, cluster.world_size):
-        with _expecting(rank, "gather_events", store):
-            packed = store.get(f"{prefix}/{rank}")
-            store.delete_key(f"{prefix}/{rank}")
-        own += [Event(*row) for row in json.loads(zlib.decompress(packed))]
-    return sorted(own, key=lambda event: event.start_ns)
-
-
-def _fresh_prefix(cluster: Cluster, what: str) -> str:
-    """Return a new key prefix, equal on all ranks. A PrefixStore would hide a death from a WatchedStore."""
-    call = cluster.store.add(f"lab.timeline/{what}/calls/{cluster.rank}", 1)
-    return f"lab.timeline/{what}/{call}"
-
-
-@contextmanager
-def _expecting(rank: int, what: str, store: dist.Store) -> Iterator[None]:
-    try:
-        yield
-    except WorkbookError as error:  # from a WatchedStore
-        raise WorkbookError(f"timeline.{what} has waited for rank {rank}. {error}") from error
-    except RuntimeError as error:  # stores raise it for timeouts and for lost connections
-        seconds = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
-        raise TimeoutError(
-            f"timeline.{what}: rank {rank} did not take part. Is it alive, and does it call {what} too? "
-            f"(The store waits {seconds:g} s and says: {str(error).splitlines()[0]})"
-        ) from error
-
-
 def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     """Write events in Perfetto's Trace Event Format: a process for each rank, a thread for each track."""
     events = list(events)
@@ -236,16 +153,3 @@ def _plain(value: Any) -> Any:
     """Return a number or a text unchanged, and all else as text: strict JSON has no NaN or infinity."""
     finite = isinstance(value, float) and math.isfinite(value)
     return value if finite or isinstance(value, int | str) else str(value)
-
-
-def save(
-    cluster: Cluster, directory: str | Path, title: str | None = None, events: Iterable[Event] | None = None
-) -> list[Path]:
-    """Write `trace.json` and `timeline.png` on rank 0, and return their paths. Every rank must call it."""
-    all_events = gather_events(cluster, align(cluster), events)
-    if all_events is None:
-        return []
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = write_chrome_trace(folder / "trace.json", all_events)
-    return [trace, draw(all_events, folder / "timeline.png", title)]

@@ -373,6 +373,7 @@ block_MB.compare(pull("megabytes")[0])
 
 # %%
 # %%ranks
+from comm.clocks import gather_events
 from comm.wire import slow_link
 from lab.trace import timeline
 
@@ -389,7 +390,7 @@ with slow_link.slowed(slow_link.parse("1gbit")):
         with timeline.span("backward", "backward"):
             loss.backward()
         timeline.stop_recording()
-        steps.append(timeline.gather_events(cluster, timeline.align(cluster)))
+        steps.append(gather_events())
 events = min(steps, key=lambda step: step[-1].end_ns - step[0].start_ns) if rank == 0 else None  # the fastest
 
 # %%

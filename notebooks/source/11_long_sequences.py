@@ -366,6 +366,7 @@ for rank, steps in enumerate(work(SequenceCut.zigzag(LENGTH, RANKS))):
 
 # %%
 # %%ranks
+from comm.clocks import gather_events
 from context_parallel.clock import clock
 from lab.trace import timeline
 
@@ -386,7 +387,7 @@ def play(make_cut):
         timeline.start_recording()
         ring_attention(q, k, v, sequence).sum().backward()
         timeline.stop_recording()
-        runs.append(timeline.gather_events(cluster, timeline.align(cluster)))
+        runs.append(gather_events())
     return min(runs, key=makespan) if rank == 0 else None
 
 

@@ -16,8 +16,8 @@ from comm.errors import CommError
 from comm.exchange import on_all
 from comm.membership import liveness, meeting
 from comm.point_to_point import recv
+from comm.same_start import check_same_start
 from comm.script import joined
-from lab.launch.same_start import check_same_start
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.comm.places import places, set_variables
@@ -27,8 +27,8 @@ PROMPTLY = 20  # seconds; the timeouts below are 50
 POINTS = {
     "after its first word": "comm.membership.meeting.wait_for_all",
     "before the group forms": "torch.distributed.init_process_group",
-    "after the group has formed": "comm.rendezvous.WatchedStore",
-    "before its data is compared": "lab.launch.same_start.data_digest",
+    "after the group has formed": "comm.rendezvous.Cluster",
+    "before its data is compared": "comm.same_start.data_digest",
     "before it connects to a peer": "comm.transport.streams.Streams._connect",
     "before a reduction of torch's own": "torch.distributed.all_reduce",
 }
@@ -40,8 +40,8 @@ def script(cluster, environments: list[dict[str, object]], victim: int, target: 
     with ExitStack() as dying:
         if cluster.rank == victim:
             dying.enter_context(replaced(target, die))
-        with joined() as place:
-            check_same_start(place, torch.arange(8), {})
+        with joined():
+            check_same_start(torch.arange(8), {})
             for pattern in ("pipelined_ring", "torch"):
                 collectives.all_reduce(torch.ones(100), pattern=pattern)
 
@@ -173,14 +173,6 @@ def test_every_rank_of_a_chain_names_the_rank_at_its_end_and_not_its_own_neighbo
         assert sentence.endswith(cause)
 
 
-def waiting_at_the_store(cluster, environments: list[dict[str, object]]) -> None:
-    set_variables(environments[cluster.rank])
-    with joined() as place:
-        if place.rank == 1:
-            die()
-        place.store.wait(["never written"])
-
-
 def cannot_save(cluster, environments: list[dict[str, object]]) -> None:
     set_variables(environments[cluster.rank])
     with joined() as place:
@@ -188,16 +180,13 @@ def cannot_save(cluster, environments: list[dict[str, object]]) -> None:
         on_all("save it", die if place.rank == 1 else lambda: None)
 
 
-def test_ranks_that_exchange_values_or_wait_at_the_store_notice_a_death_at_once(capfd):
-    for function, says in (
-        (waiting_at_the_store, "This rank waits for the others, but rank 1 has died, so look"),
-        (cannot_save, "cannot save it: another rank has died or left (rank 1 has died, so look"),
-    ):
-        start = time.monotonic()
-        lines = printed_lines(capfd, function, 3)
-        assert time.monotonic() - start < PROMPTLY
-        assert any(lines[rank] for rank in (0, 2))
-        assert all(says in sentence for rank in (0, 2) for sentence in lines[rank])
+def test_ranks_that_exchange_values_notice_a_death_at_once(capfd):
+    start = time.monotonic()
+    lines = printed_lines(capfd, cannot_save, 3)
+    assert time.monotonic() - start < PROMPTLY
+    assert any(lines[rank] for rank in (0, 2))
+    says = "cannot save it: another rank has died or left (rank 1 has died, so look"
+    assert all(says in sentence for rank in (0, 2) for sentence in lines[rank])
 
 
 def test_a_connection_without_a_token_is_ignored():
