@@ -20,9 +20,9 @@ These environment variables are read; defaults are in parentheses:
 The details are in membership/: store.py (1), meeting.py (2), liveness.py (3).
 """
 
+import math
 import os
 import sys
-import threading
 import time
 from datetime import timedelta
 
@@ -35,20 +35,17 @@ from comm.membership.settings import (
     check_interface,
     choose_device,
     master,
-    name_of_gpu,
     number,
     rank_and_world_size,
     seconds,
 )
-from comm.membership.store import meeting_store
+from comm.membership.store import meeting_store, within
 from lab.cluster import Cluster
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK, own_interface
 from lab.launch.launcher import end_with_launcher, restart_count
-from lab.launch.threads import choose_vector_math, cores_id, share_cores
+from lab.launch.threads import choose_vector_math, share_cores
 from lab.launch.torch_log import hide_torch_warnings
-
-_POLL = 0.05  # seconds between two checks of the other ranks while the group forms
 
 
 def join() -> Cluster:
@@ -71,8 +68,7 @@ def join() -> Cluster:
         timeout = seconds("JOIN_TIMEOUT", 60.0)
         op_timeout = seconds("OP_TIMEOUT", 60.0)
         check_interface()
-        device, backend = choose_device(local_rank)
-        gpu = name_of_gpu(device, backend)
+        device, backend, gpu = choose_device(local_rank)
     except CommError as error:
         refusal = str(error)
 
@@ -83,15 +79,14 @@ def join() -> Cluster:
     store = dist.PrefixStore(f"attempt_{restart_count()}", store)
     if not refusal:
         _listen_on_one_interface(world_size)
-    sharing = f"cores/{cores_id()}"
     try:
-        store.add(sharing, 1)  # counts the ranks that share these cores
         # 2. and 3. Meet, and connect to rank 0.
+        sharing = 1  # ranks that share these cores
         if world_size > 1:
-            meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
+            sharing = meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
         elif refusal:
             raise CommError(refusal)
-        share_cores(store.add(sharing, 0))
+        share_cores(sharing)
         choose_vector_math()
         # 4. The group.
         _form_group(backend, device, store, rank, world_size, op_timeout)
@@ -112,41 +107,39 @@ def leave(cluster: Cluster) -> None:
 def _form_group(
     backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int, op_timeout: float
 ) -> None:
-    """Let torch connect all ranks, in a thread because torch waits for a dead rank until the timeout."""
-    outcome: list[RuntimeError | None] = []
+    """Let torch connect all ranks. It waits for a dead rank until the timeout, but this function does not."""
 
     def form() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # the current device belongs to a thread
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=op_timeout),
-            )
-            outcome.append(None)
-        except RuntimeError as error:
-            outcome.append(error)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device belongs to a thread
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=op_timeout),
+        )
+
+    def raise_if_one_has_gone() -> bool:
+        # Do not ask the store here: the thread may hold the store's lock.
+        if gone := liveness.cause(0):
+            raise CommError(f"The group cannot form: {gone}.")
+        return False
 
     deadline = time.monotonic() + op_timeout
-    thread = threading.Thread(target=form, name="form the group", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL)
-        # Do not ask the store here: the thread may hold the store's lock.
-        if not outcome and (gone := liveness.cause(0)):
-            raise CommError(f"The group cannot form: {gone}.")
-    if outcome[0] is not None:
-        first_line = str(outcome[0]).partition("\n")[0]
+    try:
+        within(math.inf, form, raise_if_one_has_gone)
+    except CommError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
         if gone := liveness.cause():
             why = str(gone)
         elif "timeout" in first_line.lower() or "timed out" in first_line.lower():
             why = f"{meeting.who_is_stuck(store, rank, world_size)} (OP_TIMEOUT is {op_timeout:g} s)"
         else:
             why = first_line
-        raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from outcome[0]
+        raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from error
     keep_from_preempting()
     if world_size > 1:
         # Wait for all: a rank that failed now would break connections that others are still making.

@@ -11,13 +11,13 @@ that is stuck or paused stays connected: only a timeout shows it.
 """
 
 import json
-import secrets
-import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lab.launch.interface import own_address
 
 _KEY = "liveness"
-_LONGEST_LINE = 1 << 16
+_LONGEST = 1 << 16  # bytes of a message
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
 
 
@@ -45,33 +45,10 @@ class Departure:
         return f"rank {self.rank} has {self.how}, so look for the first error in its log"
 
 
-class Connection:
-    """A connection between a rank and the thread of rank 0, of which either end may close it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self.end, self.rank, self._rest = end, -1, b""
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message, unless the other end has gone."""
-        with suppress(OSError):
-            self.end.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> tuple[list[dict], bool]:
-        """Return the messages that have arrived, and whether more may arrive."""
-        try:
-            data = self.end.recv(_LONGEST_LINE)
-        except BlockingIOError:
-            return [], True
-        except OSError:
-            data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return [], False
-        is_open = bool(data) and len(self._rest) < _LONGEST_LINE
-        return [message for message in messages if isinstance(message, dict)], is_open
+def send(connection: Connection, message: dict[str, Any]) -> None:
+    """Send a message, unless the other end has gone."""
+    with suppress(OSError):
+        connection.send_bytes(json.dumps(message).encode())
 
 
 class Server(threading.Thread):
@@ -79,110 +56,108 @@ class Server(threading.Thread):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(name="liveness", daemon=True)
-        self._token, self._absent = secrets.token_hex(16), set(range(world_size))
-        self._members: dict[int, Connection] = {}
+        self._absent = set(range(world_size))
+        self._strangers: set[Connection] = set()  # that have not said which rank they are
+        self._members: dict[Connection, int] = {}
         self._gone: dict[int, Departure] = {}
         self._listener = socket.create_server((own_address(), 0))
-        self.place = [*self._listener.getsockname(), self._token]
+        self.place = self._listener.getsockname()
 
     def run(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener:
-            selector.register(self._listener, selectors.EVENT_READ)
+        with self._listener:
             while self._absent or self._members:
-                for key, _ in selector.select():
-                    if key.fileobj is self._listener:
-                        with suppress(OSError):
-                            end, _ = self._listener.accept()
-                            selector.register(end, selectors.EVENT_READ, Connection(end))
-                    elif not self._take(key.data):
-                        selector.unregister(key.fileobj)
-                        key.data.end.close()
+                for ready in wait([self._listener, *self._strangers, *self._members]):
+                    if isinstance(ready, Connection):
+                        self._take(ready)
+                    else:
+                        self._strangers.add(Connection(self._listener.accept()[0].detach()))
 
-    def _take(self, connection: Connection) -> bool:
-        """Handle what has arrived. Return False if the connection has ended or shows no valid token."""
-        messages, is_open = connection.read()
-        for message in messages:
-            if connection.rank >= 0:
-                self._announce(Departure(connection.rank, message["how"], message["why"]))
-            elif message.get("token") != self._token:
-                return False
-            else:
-                connection.rank = int(message["rank"])
-                self._absent.discard(connection.rank)
-                self._members[connection.rank] = connection
-                for gone in self._gone.values():
-                    connection.send(asdict(gone))
-        if not is_open and connection.rank >= 0:
-            self._members.pop(connection.rank, None)
-            self._announce(Departure(connection.rank, "died"))
-        return is_open
+    def _take(self, connection: Connection) -> None:
+        try:
+            message = json.loads(connection.recv_bytes(_LONGEST))
+            if connection in self._members:
+                self._announce(Departure(self._members[connection], **message))
+                return
+            self._members[connection] = rank = int(message["rank"])
+            self._strangers.remove(connection)
+            self._absent.discard(rank)
+            for gone in self._gone.values():
+                send(connection, asdict(gone))
+        except Exception:  # it has closed the connection, or is not a rank
+            connection.close()
+            self._strangers.discard(connection)
+            if connection in self._members:
+                self._announce(Departure(self._members.pop(connection), "died"))
 
     def _announce(self, gone: Departure) -> None:
         if gone.rank not in self._gone:
             self._gone[gone.rank] = gone
-            for rank in sorted(self._members, reverse=True):  # rank 0 last: it may end as soon as it knows
-                self._members[rank].send(asdict(gone))
+            # Rank 0 last: it may end as soon as it knows.
+            for member in sorted(self._members, key=self._members.__getitem__, reverse=True):
+                send(member, asdict(gone))
 
 
 class Liveness:
     """Hold what one rank knows about the others. Raise OSError if rank 0 cannot be reached."""
 
-    def __init__(self, rank: int, host: str, port: int, token: str) -> None:
+    def __init__(self, rank: int, host: str, port: int) -> None:
         self.rank = rank
         self.gone: list[Departure] = []  # in the order in which rank 0 noticed
-        self._connection = Connection(socket.create_connection((host, port), timeout=5))
+        end = socket.create_connection((host, port), timeout=5)
+        end.settimeout(None)
+        self._connection = Connection(end.detach())
         self._lock = threading.Lock()
-        self._connection.send({"rank": rank, "token": token})
+        send(self._connection, {"rank": rank})
 
     def cause(self, patience: float = _PATIENCE) -> Departure | None:
         """Return the first rank that died or failed, else the first that finished, else None.
 
         It waits at most `patience` seconds for news, because one connection may show a death before another.
         """
-        deadline, left = time.monotonic() + patience, 0.0
-        while True:
-            more_may_come = self._hear(left)
-            others = [gone for gone in self.gone if gone.rank != self.rank]
+        causes: list[Departure] = []
+        for others in self._news(patience):
             # A rank that has failed because of another one quotes the other's text in its reason.
             causes = [gone for gone in others if not any(str(o) in gone.why for o in others if o != gone)]
-            bad = [gone for gone in causes if gone.how != "finished"]
-            left = deadline - time.monotonic()
-            if bad or left <= 0 or not more_may_come:
-                return next(iter(bad or causes), None)
-
-    def tell(self, gone: Departure) -> None:
-        """Tell the others how this rank leaves."""
-        self._connection.send(asdict(gone))
+            if bad := [gone for gone in causes if gone.how != "finished"]:
+                return bad[0]
+        return causes[0] if causes else None
 
     def is_rank_0_failing(self, why: str, patience: float) -> bool:
-        """Return whether rank 0 fails for this reason too. Do not wait if it fails for another one."""
-        deadline = time.monotonic() + patience
-        while True:
-            others = [gone for gone in self.gone if gone.rank != self.rank]
+        """Return whether rank 0 fails for this reason too. Do not wait if a rank fails for another one."""
+        for others in self._news(patience):
             if Departure(0, "failed", why) in others:
                 return others[0].how != "died"
-            left = deadline - time.monotonic()
-            if left <= 0 or any(gone.why != why for gone in others) or not self._hear(left):
-                return False
+            if any(gone.why != why for gone in others):
+                break
+        return False
+
+    def tell(self, how: Literal["failed", "finished"], why: str = "") -> None:
+        """Tell the others how this rank leaves."""
+        send(self._connection, {"how": how, "why": why})
 
     def close(self) -> None:
         with self._lock:
-            self._connection.end.close()
+            self._connection.close()
+
+    def _news(self, patience: float) -> Iterator[list[Departure]]:
+        """Yield how the other ranks have left, now and after each change, for `patience` seconds."""
+        deadline, left, more_may_come = time.monotonic() + patience, 0.0, True
+        while left >= 0 and more_may_come:
+            more_may_come = self._hear(left)
+            yield [gone for gone in self.gone if gone.rank != self.rank]
+            left = deadline - time.monotonic()
 
     def _hear(self, seconds: float) -> bool:
-        """Wait at most `seconds` for news. Return whether more may follow."""
+        """Wait at most `seconds` for news, and note all that has come. Return whether more may follow."""
         with self._lock:
-            end = self._connection.end
-            if end.fileno() < 0:
+            if self._connection.closed:
                 return False
-            with selectors.DefaultSelector() as selector:
-                selector.register(end, selectors.EVENT_READ)
-                if not selector.select(seconds):
-                    return True
-            messages, is_open = self._connection.read()
-            self.gone += [Departure(**message) for message in messages]
-            if not is_open:
-                end.close()
+            try:
+                while self._connection.poll(seconds):
+                    self.gone.append(Departure(**json.loads(self._connection.recv_bytes())))
+                    seconds = 0
+            except (EOFError, OSError):
+                self._connection.close()
                 if 0 not in [gone.rank for gone in self.gone]:
                     self.gone.append(Departure(0, "died"))
             return True
@@ -193,23 +168,15 @@ _server: Server | None = None  # on rank 0
 
 
 def connect(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Connect to rank 0, on rank 0 too. Return False if its address is not in the store yet.
-
-    Raise OSError if this rank has no connection. Then the others go on without rank 0, or without this rank.
-    """
+    """Connect to rank 0, on rank 0 too. Return False if its address is not in the store yet."""
     global _own, _server
     if rank == 0:
-        try:
-            _server = Server(world_size)
-        except OSError:
-            store.set(_KEY, "[]")  # or the others would wait for it
-            raise
+        _server = Server(world_size)
         _server.start()
         store.set(_KEY, json.dumps(_server.place))
     elif not store.check([_KEY]):
         return False
-    if place := json.loads(store.get(_KEY)):
-        _own = Liveness(rank, *place)
+    _own = Liveness(rank, *json.loads(store.get(_KEY)))
     return True
 
 
@@ -221,7 +188,7 @@ def cause(patience: float = _PATIENCE) -> Departure | None:
 def finish() -> None:
     """Tell the others that this rank has finished."""
     if _own is not None:
-        _own.tell(Departure(_own.rank, "finished"))
+        _own.tell("finished")
         _own.close()
 
 
@@ -232,7 +199,7 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
     """
     if _own is None:
         return False
-    _own.tell(Departure(_own.rank, "failed", why))
+    _own.tell("failed", why)
     return _own.rank != 0 and _own.is_rank_0_failing(why, patience)
 
 

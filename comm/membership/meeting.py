@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.membership import liveness, settings
+from comm.membership import liveness
+from lab.launch.threads import cores_id
 
-_POLL = 0.05  # seconds between two checks of the store
+_POLL = 0.01  # seconds between two checks of the store
 _TELL = 2.0  # seconds between two lines about who is missing
 _STUCK = "joined but did not go on; look for a process that is stuck or paused"
 _LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that others can read the reason
@@ -25,23 +26,26 @@ _LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that
 
 def meet(
     store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
-) -> None:
-    """Return when all ranks are here. `refusal` is an error that this rank has found before, or "".
+) -> int:
+    """Return the number of ranks that share this one's cores, when all ranks are here.
 
+    `refusal` is an error that this rank has found before, or "".
     Raise CommError, on all ranks the same, if a rank is missing at the deadline, if two processes
     claim one rank or one GPU, or if the world sizes differ.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size, "gpu": gpu}
-    _claim(store, rank, me)
+    me["cores"] = cores_id()
+    present = {rank: _claim(store, rank, me)}
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
-    present: dict[int, dict[str, Any]] = {}
-    is_connected, missing = False, list(range(world_size))
-    while missing or not is_connected:
-        is_connected = is_connected or _connect_to_rank_0(store, rank, world_size, refusal)
+    is_connected = bool(refusal)  # the refusal may be about the network itself
+    while (missing := [peer for peer in range(world_size) if peer not in present]) or not is_connected:
+        try:
+            is_connected = is_connected or liveness.connect(store, rank, world_size)
+        except OSError as error:
+            raise give_up(store, rank, f"Rank {rank} cannot connect to rank 0 ({error}).") from error
         raise_if_given_up(store, rank)
-        _note_arrivals(store, rank, world_size, present)
-        missing = [peer for peer in range(world_size) if peer not in present]
+        present |= {p: json.loads(store.get(f"rank/{p}")) for p in missing if store.check([f"rank/{p}"])}
         now = time.monotonic()
         if missing and now > deadline:
             lonely = (
@@ -52,20 +56,20 @@ def meet(
         if missing and now > next_word:
             _say(rank, world_size, f"still waiting for {_ranks(missing)}")
             next_word = now + _TELL
-        if missing or not is_connected:
-            time.sleep(_POLL if is_connected else _POLL / 10)
+        time.sleep(_POLL)
     if refusal:
         raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
-    if refusal := settings.refusal_of_gpus({peer: entry["gpu"] for peer, entry in present.items()}):
+    if refusal := _misfit(rank, present):
         raise give_up(store, rank, refusal)
     # Wait until all ranks have seen all names. If one fails before that, the others still learn the reason.
     wait_for_all(store, rank, world_size, "seen", deadline)
     if rank == 0:
         _say(rank, world_size, f"all {world_size} ranks have met")
+    return [entry["cores"] for entry in present.values()].count(me["cores"])
 
 
-def _claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
-    """Write `me` to the store under this rank's key. CommError if another process was there first."""
+def _claim(store: dist.Store, rank: int, me: dict[str, Any]) -> dict[str, Any]:
+    """Write `me` to the store under this rank's key, and return it. CommError if another was there first."""
     entry = json.dumps(me)
     seated = store.compare_set(f"rank/{rank}", "", entry).decode()
     if seated != entry:
@@ -76,34 +80,26 @@ def _claim(store: dist.Store, rank: int, me: dict[str, Any]) -> None:
             f"Two processes claim rank {rank}: process {other['pid']} on {other['host']} and process "
             f"{me['pid']} on {me['host']}; give each its own RANK.",
         )
+    return me
 
 
-def _note_arrivals(store: dist.Store, rank: int, world_size: int, present: dict[int, dict[str, Any]]) -> None:
-    """Add to `present` the ranks that have come. Raise CommError if one has another world size."""
-    for peer in range(world_size):
-        if peer not in present and store.check([f"rank/{peer}"]):
-            present[peer] = json.loads(store.get(f"rank/{peer}"))
-            if present[peer]["world_size"] != world_size:
-                raise give_up(
-                    store,
-                    rank,
-                    f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
-                    f"{present[peer]['world_size']}; all ranks need the same.",
-                )
-
-
-def _connect_to_rank_0(store: dist.Store, rank: int, world_size: int, refusal: str) -> bool:
-    """Connect to rank 0, which notices if this rank dies. Return False if its address is not there yet.
-
-    If the connection fails, return True: the rank continues without it.
-    """
-    try:
-        return liveness.connect(store, rank, world_size)
-    except OSError as error:
-        if not refusal:  # the refusal may be about the network itself
-            trouble = f"no connection to rank 0 ({error}), so a death may be noticed only after OP_TIMEOUT"
-            _say(rank, world_size, trouble)
-        return True
+def _misfit(rank: int, present: dict[int, dict[str, Any]]) -> str:
+    """Return an error text if the world sizes differ or two ranks share a GPU, else ""."""
+    first: dict[str, int] = {}
+    world_size = present[rank]["world_size"]
+    for peer, entry in sorted(present.items()):
+        if entry["world_size"] != world_size:
+            return (
+                f"Rank {rank} was started with WORLD_SIZE {world_size}, but rank {peer} with "
+                f"{entry['world_size']}; all ranks need the same."
+            )
+        gpu = entry["gpu"]
+        if gpu and first.setdefault(gpu, peer) != peer:
+            return (
+                f"Ranks {first[gpu]} and {peer} share one GPU ({gpu}), and nccl needs one for each rank; "
+                "start fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
+            )
+    return ""
 
 
 def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, deadline: float) -> None:
@@ -112,7 +108,7 @@ def wait_for_all(store: dist.Store, rank: int, world_size: int, stage: str, dead
         raise_if_given_up(store, rank)
         if time.monotonic() > deadline:
             raise give_up(store, rank, f"The group cannot form: {_ranks(missing)} {_STUCK}.")
-        time.sleep(_POLL / 10)
+        time.sleep(_POLL)
 
 
 def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
@@ -120,7 +116,7 @@ def who_is_stuck(store: dist.Store, rank: int, world_size: int) -> str:
     store.set(f"timed out/{rank}", "")
     deadline = time.monotonic() + _LINGER
     while (missing := _absent(store, world_size, "timed out")) and time.monotonic() < deadline:
-        time.sleep(_POLL / 10)
+        time.sleep(_POLL)
     return f"{_ranks(missing)} {_STUCK}" if missing else "not all ranks can reach each other"
 
 

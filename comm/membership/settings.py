@@ -3,7 +3,6 @@
 import math
 import os
 import socket
-from collections.abc import Mapping
 
 import torch
 
@@ -57,10 +56,6 @@ def master() -> tuple[str, int]:
             f"MASTER_ADDR is {host}, which means every interface; it must be the address of rank 0's machine "
             "in the network of the ranks, or 127.0.0.1 if all run here."
         )
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        raise CommError(f"MASTER_ADDR is {host!r}; it must be the name or address of a machine.") from None
     if port is not None and port > 65535:
         raise CommError(f"MASTER_PORT is {port}; it must be at most 65535.")
     return host, 29500 if port is None else port
@@ -77,10 +72,11 @@ def check_interface() -> None:
             )
 
 
-def choose_device(local_rank: int) -> tuple[torch.device, str]:
+def choose_device(local_rank: int) -> tuple[torch.device, str, str]:
     """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo.
 
-    BACKEND can choose gloo for a GPU as well.
+    BACKEND can choose gloo for a GPU as well. The third value is the GPU's unique name, or "" on gloo, where
+    ranks may share a GPU.
     """
     gpus = num_gpus()
     backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
@@ -91,24 +87,8 @@ def choose_device(local_rank: int) -> tuple[torch.device, str]:
             raise CommError(
                 "BACKEND is nccl, but this machine has no GPU; leave BACKEND out or set it to gloo."
             )
-        return torch.device("cpu"), backend
+        return torch.device("cpu"), backend, ""
     device = device_of(local_rank)
     torch.cuda.set_device(device)
-    return device, backend
-
-
-def name_of_gpu(device: torch.device, backend: str) -> str:
-    """Return the GPU's unique name, or an empty one if ranks may share the device (on gloo)."""
-    return str(torch.cuda.get_device_properties(device).uuid) if backend == "nccl" else ""
-
-
-def refusal_of_gpus(names: Mapping[int, str]) -> str:
-    """Return an error text if two ranks share a GPU, else "". `names` holds each rank's `name_of`."""
-    first: dict[str, int] = {}
-    for rank, name in sorted(names.items()):
-        if name and first.setdefault(name, rank) != rank:
-            return (
-                f"Ranks {first[name]} and {rank} share one GPU ({name}), and nccl needs one for each rank; "
-                "start fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
-            )
-    return ""
+    name = torch.cuda.get_device_properties(device).uuid if backend == "nccl" else ""
+    return device, backend, str(name)

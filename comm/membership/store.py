@@ -11,7 +11,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +24,8 @@ from lab.launch.interface import is_loopback, open_store, resolved
 _POLL = 0.05  # seconds between two attempts to connect
 _TELL = 2.0  # seconds between two lines about a store that does not answer
 
+T = TypeVar("T")
+
 
 def meeting_store(rank: int, deadline: float) -> dist.Store:
     """Return the store that all ranks share. Raise CommError if it cannot be opened or reached."""
@@ -30,9 +34,10 @@ def meeting_store(rank: int, deadline: float) -> dist.Store:
     if rank == 0 and not by_agent:
         return _open(host, port, _left(deadline))
     _wait_for_listener(rank, host, port, deadline)
+    left = _left(deadline)
     try:
-        return _connect(host, port, _left(deadline))
-    except RuntimeError as error:
+        return within(left.total_seconds(), lambda: dist.TCPStore(host, port, None, False, left))
+    except (RuntimeError, TimeoutError) as error:
         raise CommError(
             f"The program at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
         ) from error
@@ -64,24 +69,28 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
-def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
-    """Return a client of the store. A thread connects, because torch waits without a timeout."""
-    answer: list[dist.Store | RuntimeError] = []
+def within(seconds: float, action: Callable[[], T], gives_up: Callable[[], bool] = lambda: False) -> T:
+    """Return what `action` returns. Raise TimeoutError after `seconds`, or once `gives_up()` is true.
 
-    def connect() -> None:
+    The action runs in a thread, because torch waits for a lost store or rank without an end, or too long.
+    """
+    outcome: list[T | Exception] = []
+
+    def run() -> None:
         try:
-            answer.append(dist.TCPStore(host, port, None, is_master=False, timeout=timeout))
-        except RuntimeError as error:
-            answer.append(error)
+            outcome.append(action())
+        except Exception as error:
+            outcome.append(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
+    thread, deadline = threading.Thread(target=run, daemon=True), time.monotonic() + seconds
     thread.start()
-    thread.join(timeout.total_seconds())
-    if not answer:
-        raise RuntimeError("it does not answer")
-    if isinstance(answer[0], RuntimeError):
-        raise answer[0]
-    return answer[0]
+    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
+        thread.join(_POLL)
+    if not outcome:
+        raise TimeoutError
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _wait_for_listener(rank: int, host: str, port: int, deadline: float) -> None:

@@ -95,7 +95,7 @@ def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(c
     assert "(OP_TIMEOUT is 1 s)" in sentence
 
 
-def send_slowly(connection: Any, message: dict[str, Any], send: Any = liveness.Connection.send) -> None:
+def send_slowly(connection: Any, message: dict[str, Any], send: Any = liveness.send) -> None:
     send(connection, message)
     time.sleep(0.1)  # as if the thread had lost its core
 
@@ -106,7 +106,7 @@ def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> N
     collectives.barrier()
     if place.rank == 2:
         die()
-    with replaced("comm.membership.liveness.Connection.send", send_slowly):
+    with replaced("comm.membership.liveness.send", send_slowly):
         collectives.all_reduce(torch.ones(10), pattern=pattern)
 
 
@@ -189,17 +189,16 @@ def test_ranks_that_exchange_values_notice_a_death_at_once(capfd):
     assert all(says in sentence for rank in (0, 2) for sentence in lines[rank])
 
 
-def test_a_connection_without_a_token_is_ignored():
+def test_a_connection_that_names_no_rank_is_ignored():
     store = dist.HashStore()
     assert liveness.connect(store, 0, 3)
-    address, port, token = json.loads(store.get("liveness"))
-    strangers = [socket.create_connection((address, port)) for _ in range(4)]
-    strangers[1].sendall(b'{"rank": 1, "token": "guessed"}\n{"rank": 1, "how": "died", "why": ""}\n')
-    strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
-    strangers[3].close()
-    others = {rank: liveness.Liveness(rank, address, port, token) for rank in (1, 2)}
+    address, port = json.loads(store.get("liveness"))
+    strangers = [socket.create_connection((address, port)) for _ in range(3)]
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    strangers[2].close()
+    others = {rank: liveness.Liveness(rank, address, port) for rank in (1, 2)}
     assert others[2].cause(patience=0) is None
-    others[1].tell(liveness.Departure(1, "failed", "it has enough"))
+    others[1].tell("failed", "it has enough")
     assert str(others[2].cause()) == str(liveness.cause()) == "rank 1 has failed: it has enough"
     for other in others.values():
         other.close()
