@@ -12,9 +12,8 @@ under torchrun the launcher. They write their requests and the list into the dec
 group finds its ranks through it, with keys under a prefix that no earlier group has used.
 
 The kernel closes the store of a process that dies, so a store that refuses a connection shows a death at
-once. If a store is open, but its rank does not answer for `patience` seconds, that rank hangs, and the others
-treat it as dead. If it wakes up later, it asks the other stores, learns that they continued without it, and
-ends with an error.
+once. If a store is open, but its rank does not answer for `patience` seconds, that rank hangs. It could wake
+up later and continue without the others, so the others name it and end.
 
 A rank may also die during the agreement. If it is the decider, the next rank decides. If it is in the list,
 the new group does not form, or its first collective fails, and all survivors agree again. A network that
@@ -29,18 +28,17 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from comm.exchange import exchange
 from comm.membership import liveness
+from comm.membership.store import within
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.launch.gloo_threads import keep_from_preempting
@@ -48,7 +46,6 @@ from lab.launch.interface import open_sockets, open_store, own_address, shut_dow
 
 _NAP = 0.002  # seconds between two looks at the stores
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets
-_LOOK = 0.1  # seconds between two checks whether the rank that this one waits for has died
 
 
 @dataclasses.dataclass
@@ -60,8 +57,7 @@ class ElasticOptions:
     2@20 0@40, to kill several ranks. RANK is the number of the rank at the start, also after another rank has
     died. STEP counts from 0."""
     patience: float = 10.0
-    """Number of seconds after which a rank that does not answer is treated as dead, even if its process still
-    exists."""
+    """Number of seconds after which the others end, with a sentence, if a rank exists but does not answer."""
 
 
 class Deaths:
@@ -88,8 +84,7 @@ class Deaths:
 class Survivors:
     """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
 
-    A rank's name is its rank at the start, and stays the same. A rank that does not answer for `patience`
-    seconds is treated as dead.
+    A rank's name is its rank at the start, and stays the same.
     """
 
     def __init__(self, cluster: Cluster, patience: float) -> None:
@@ -100,7 +95,6 @@ class Survivors:
             tuple(a) for a in exchange((own_address(), self._store.port))
         ]
         self._rounds = dict.fromkeys(self.names, 0)  # by decider: the agreements that this rank took part in
-        self._tell_own_store()
         liveness.forget()  # its connections go to rank 0, which may die
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
         # The group of the rendezvous has another timeout. So form it again, with `patience`.
@@ -109,7 +103,7 @@ class Survivors:
         self._form(cluster.store, f"begin/{number}")
 
     def regroup(self) -> None:
-        """Form a group of the ranks that are alive. Raise WorkbookError if the others go on without this one.
+        """Form a group of the ranks that are alive. Raise WorkbookError if one of them does not answer.
 
         All survivors must call it. At first a collective fails only on the dead rank's neighbours. They close
         their connections here, so it fails on their neighbours next, and in the end on all ranks.
@@ -147,37 +141,58 @@ class Survivors:
                 if decider == self.name:
                     store, names = self._store, self._decide(number)
                 else:
-                    store, names = _within(4 * self.patience, lambda: self._ask(decider, number))
+                    store, names = self._ask(decider, number)
             except (OSError, RuntimeError) as error:
                 if isinstance(error, WorkbookError):
                     raise
-                continue  # the decider has died or hangs: the next rank decides
-            if self.name not in names:
-                raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
+                continue  # the decider has died: the next rank decides
             self._rounds[decider], self.names = number, names
-            self._tell_own_store()
             return store, f"{decider}/{number}"
         raise AssertionError("a rank can always decide alone")
 
     def _ask(self, decider: int, number: int) -> tuple[dist.Store, list[int]]:
-        store = self._store_behind(decider)
-        store.set(f"{number}/here/{self.name}", "")
-        store.wait([f"{number}/names"], timedelta(seconds=3 * self.patience))
-        return store, json.loads(store.get(f"{number}/names"))
+        """Return the store of another decider, and its list. Raise OSError or RuntimeError if it dies."""
+        host, port = self._addresses[decider]
+
+        def ask() -> tuple[dist.Store, list[list[int]]]:
+            store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=self.patience))
+            store.set(f"{number}/here/{self.name}", "")
+            store.wait([f"{number}/names"], timedelta(seconds=5 * self.patience))
+            return store, json.loads(store.get(f"{number}/names"))
+
+        # If the decider dies now, torch tries to connect for longer than the next one waits for this rank.
+        if not self._is_open(decider):
+            raise ConnectionRefusedError(f"rank {decider} has died")
+        try:
+            store, (names, silent) = within(4 * self.patience, ask, lambda: not self._is_open(decider))
+        except TimeoutError:
+            if self._is_open(decider):
+                self._refuse([decider])
+            raise
+        self._refuse(silent)
+        return store, names
 
     def _decide(self, number: int) -> list[int]:
-        """Return the names of the ranks that go on: this one and those that ask within `patience` seconds."""
+        """Return the names of the ranks that go on: this one and those that ask for the list."""
         missing = {name for name in self.names if name != self.name}
         deadline = time.monotonic() + self.patience
         while missing and time.monotonic() < deadline:
             missing = {name for name in missing if not self._store.check([f"{number}/here/{name}"])}
             missing = {name for name in missing if self._is_open(name)}
             time.sleep(_NAP)
-        for name in missing:  # it hangs; or this rank did, and the others have formed a group without it
-            self._refuse_to_go_on_alone(name)
         here = [n for n in self.names if n == self.name or self._store.check([f"{number}/here/{n}"])]
-        self._store.set(f"{number}/names", json.dumps(here))
+        self._store.set(f"{number}/names", json.dumps([here, sorted(missing)]))
+        if missing:
+            time.sleep(_DYING)  # so that the others can read why
+        self._refuse(sorted(missing))
         return here
+
+    def _refuse(self, silent: list[int]) -> None:
+        if silent:
+            raise WorkbookError(
+                f"rank {', '.join(map(str, silent))} has not answered within {self.patience:g} s, but still "
+                "exists; it is stuck or paused, so end it and start again."
+            )
 
     def _is_open(self, name: int) -> bool:
         """Return whether a rank's store is open. If a connection times out, the rank may hang: True, too."""
@@ -188,31 +203,6 @@ class Survivors:
         except OSError:
             return False
         return True
-
-    def _refuse_to_go_on_alone(self, name: int) -> None:
-        """Raise WorkbookError if the rank `name` has formed a group without this one."""
-        names = None
-        with suppress(OSError, RuntimeError):
-            names = json.loads(_within(self.patience, lambda: self._store_behind(name).get("names")))
-        if names is not None and self.name not in names:
-            raise WorkbookError(f"ranks {names} have taken this rank for dead, and go on without it.")
-
-    def _store_behind(self, name: int) -> dist.TCPStore:
-        """Return the store of a rank. Raise OSError if the rank has died, or dies during the connection."""
-        host, port = self._addresses[name]
-        timeout = timedelta(seconds=self.patience)
-
-        def connect() -> dist.TCPStore:
-            return dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
-
-        if not self._is_open(name):
-            raise ConnectionRefusedError(f"rank {name} has died")
-        # If the rank dies now, torch retries for longer than the next decider waits for this rank.
-        return _within(2 * self.patience, connect, lambda: not self._is_open(name))
-
-    def _tell_own_store(self) -> None:
-        """Write this rank's group into its own store, where a rank that hung reads that it is not in it."""
-        self._store.set("names", json.dumps(self.names))
 
     def _leave_group(self) -> None:
         """Close this rank's connections, so that the collective fails on its neighbours, too."""
@@ -233,24 +223,3 @@ class Survivors:
         keep_from_preempting()
         own = dist.PrefixStore(f"lab/{prefix}", store)
         self.cluster = Cluster(rank, size, self.cluster.local_rank, self.cluster.device, own)
-
-
-def _within(seconds: float, action: Callable[[], Any], gives_up: Callable[[], bool] = lambda: False) -> Any:
-    """Return what `action` returns. Raise TimeoutError after `seconds`, or once `gives_up()` is true."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(action())
-        except Exception as error:
-            outcome.append(error)
-
-    thread, deadline = threading.Thread(target=run, daemon=True), time.monotonic() + seconds
-    thread.start()
-    while thread.is_alive() and time.monotonic() < deadline and not gives_up():
-        thread.join(_LOOK)
-    if not outcome:
-        raise TimeoutError
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]

@@ -149,10 +149,8 @@ def meaning(key, value):
     """Return in words what is stored under a key."""
     if key.startswith("rank/"):
         return "process {pid} on {host}".format(**json.loads(value))
-    if key.startswith("cores/"):
-        return f"{value.decode()}: number of ranks that share these processor cores"
     if key == "liveness":
-        host, port, _ = json.loads(value)
+        host, port = json.loads(value)
         return f"{host}:{port}: here rank 0 notices if a rank dies"
     if key.startswith("group/"):
         address = re.search(rb"\x02\x00(..)\x7f\x00\x00\x01", value, re.DOTALL)  # a socket address
@@ -163,13 +161,13 @@ def meaning(key, value):
 def show_keys():
     for key in sorted(store.list_keys()):
         name = key.removeprefix("attempt_0/")  # torchrun may start a job again, as attempt 1
-        print(f"{re.sub('cores/.*', 'cores/...', name):<20} {meaning(name, store.get(key))}")
+        print(f"{name:<20} {meaning(name, store.get(key))}")
 
 
 show_keys()
 
 # %% [markdown]
-# Rank 0 has written its own name and some notes. There is no `rank/1` yet, and that is why rank 0 waits. Now rank 1
+# Rank 0 has written its own name and an address. There is no `rank/1` yet, and that is why rank 0 waits. Now rank 1
 # starts. It knows nothing but the same address, its own number, and that there are two ranks.
 
 # %%
