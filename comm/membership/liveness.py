@@ -97,99 +97,45 @@ class Server(threading.Thread):
                 send(member, asdict(gone))
 
 
-class Liveness:
-    """Hold what one rank knows about the others. Raise OSError if rank 0 cannot be reached."""
-
-    def __init__(self, rank: int, host: str, port: int) -> None:
-        self.rank = rank
-        self.gone: list[Departure] = []  # in the order in which rank 0 noticed
-        end = socket.create_connection((host, port), timeout=5)
-        end.settimeout(None)
-        self._connection = Connection(end.detach())
-        self._lock = threading.Lock()
-        send(self._connection, {"rank": rank})
-
-    def cause(self, patience: float = _PATIENCE) -> Departure | None:
-        """Return the first rank that died or failed, else the first that finished, else None.
-
-        It waits at most `patience` seconds for news, because one connection may show a death before another.
-        """
-        causes: list[Departure] = []
-        for others in self._news(patience):
-            # A rank that has failed because of another one quotes the other's text in its reason.
-            causes = [gone for gone in others if not any(str(o) in gone.why for o in others if o != gone)]
-            if bad := [gone for gone in causes if gone.how != "finished"]:
-                return bad[0]
-        return causes[0] if causes else None
-
-    def is_rank_0_failing(self, why: str, patience: float) -> bool:
-        """Return whether rank 0 fails for this reason too. Do not wait if a rank fails for another one."""
-        for others in self._news(patience):
-            if Departure(0, "failed", why) in others:
-                return others[0].how != "died"
-            if any(gone.why != why for gone in others):
-                break
-        return False
-
-    def tell(self, how: Literal["failed", "finished"], why: str = "") -> None:
-        """Tell the others how this rank leaves."""
-        send(self._connection, {"how": how, "why": why})
-
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-
-    def _news(self, patience: float) -> Iterator[list[Departure]]:
-        """Yield how the other ranks have left, now and after each change, for `patience` seconds."""
-        deadline, left, more_may_come = time.monotonic() + patience, 0.0, True
-        while left >= 0 and more_may_come:
-            more_may_come = self._hear(left)
-            yield [gone for gone in self.gone if gone.rank != self.rank]
-            left = deadline - time.monotonic()
-
-    def _hear(self, seconds: float) -> bool:
-        """Wait at most `seconds` for news, and note all that has come. Return whether more may follow."""
-        with self._lock:
-            if self._connection.closed:
-                return False
-            try:
-                while self._connection.poll(seconds):
-                    self.gone.append(Departure(**json.loads(self._connection.recv_bytes())))
-                    seconds = 0
-            except (EOFError, OSError):
-                self._connection.close()
-                if 0 not in [gone.rank for gone in self.gone]:
-                    self.gone.append(Departure(0, "died"))
-            return True
-
-
-_own: Liveness | None = None
+# What this rank knows about the others.
+_rank = -1
+_gone: list[Departure] = []  # in the order in which rank 0 noticed
+_connection: Connection | None = None
 _server: Server | None = None  # on rank 0
+_lock = threading.Lock()  # several threads may listen
 
 
 def connect(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Connect to rank 0, on rank 0 too. Return False if its address is not in the store yet."""
-    global _own, _server
+    """Connect to rank 0, on rank 0 too. Return False if its address is not in the store yet.
+
+    Raise OSError if rank 0 cannot be reached.
+    """
+    global _rank, _connection, _server
     if rank == 0:
         _server = Server(world_size)
         _server.start()
         store.set(_KEY, json.dumps(_server.place))
     elif not store.check([_KEY]):
         return False
-    _own = Liveness(rank, *json.loads(store.get(_KEY)))
+    end = socket.create_connection(json.loads(store.get(_KEY)), timeout=5)
+    end.settimeout(None)
+    _rank, _connection = rank, Connection(end.detach())
+    send(_connection, {"rank": rank})
     return True
 
 
 def cause(patience: float = _PATIENCE) -> Departure | None:
-    """Return the rank that has caused a failure of this rank, as Liveness.cause does."""
-    return None if _own is None else _own.cause(patience)
+    """Return the first rank that died or failed, else the first that finished, else None.
 
-
-def finish() -> None:
-    """Tell the others that this rank has finished."""
-    if _own is not None:
-        _own.tell("finished")
-        _own.close()
+    It waits at most `patience` seconds for news, because one connection may show a death before another.
+    """
+    causes: list[Departure] = []
+    for others in _news(patience):
+        # A rank that has failed because of another one quotes the other's text in its reason.
+        causes = [gone for gone in others if not any(str(o) in gone.why for o in others if o != gone)]
+        if bad := [gone for gone in causes if gone.how != "finished"]:
+            return bad[0]
+    return causes[0] if causes else None
 
 
 def fail(why: str, patience: float = _PATIENCE) -> bool:
@@ -197,22 +143,60 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
 
     It waits at most `patience` seconds for rank 0, and does not wait if another failure is known already.
     """
-    if _own is None:
-        return False
-    _own.tell("failed", why)
-    return _own.rank != 0 and _own.is_rank_0_failing(why, patience)
+    if _connection is not None:
+        send(_connection, {"how": "failed", "why": why})
+    for others in _news(patience) if _rank > 0 else ():
+        if Departure(0, "failed", why) in others:
+            return others[0].how != "died"
+        if any(gone.why != why for gone in others):
+            break
+    return False
+
+
+def finish() -> None:
+    """Tell the others that this rank has finished."""
+    if _connection is not None:
+        send(_connection, {"how": "finished"})
+        with _lock:
+            _connection.close()
 
 
 def wait_for_the_others(seconds: float) -> bool:
     """On rank 0, leave, and wait at most `seconds` until all have left. Elsewhere return False at once."""
-    if _server is None or _own is None:
+    if _server is None or _connection is None:
         return False
-    _own.close()
+    _connection.close()
     _server.join(seconds)
     return True
 
 
 def forget() -> None:
     """Forget the peers of an earlier group."""
-    global _own, _server
-    _own = _server = None
+    global _rank, _connection, _server
+    _rank, _connection, _server = -1, None, None
+    _gone.clear()
+
+
+def _news(patience: float) -> Iterator[list[Departure]]:
+    """Yield how the other ranks have left, now and after each change, for `patience` seconds."""
+    deadline, left, more_may_come = time.monotonic() + patience, 0.0, True
+    while left >= 0 and more_may_come:
+        more_may_come = _hear(left)
+        yield [gone for gone in _gone if gone.rank != _rank]
+        left = deadline - time.monotonic()
+
+
+def _hear(seconds: float) -> bool:
+    """Wait at most `seconds` for news, and note all that has come. Return whether more may follow."""
+    with _lock:
+        if _connection is None or _connection.closed:
+            return False
+        try:
+            while _connection.poll(seconds):
+                _gone.append(Departure(**json.loads(_connection.recv_bytes())))
+                seconds = 0
+        except (EOFError, OSError):
+            _connection.close()
+            if 0 not in [gone.rank for gone in _gone]:
+                _gone.append(Departure(0, "died"))
+        return True
