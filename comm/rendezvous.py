@@ -61,32 +61,20 @@ def join() -> Cluster:
     end_with_launcher(rank)
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0
-    timeout = op_timeout = 60.0
-    # An error in this rank's own settings is raised after the ranks have met, so that all of them raise it.
-    device, backend, gpu, refusal = torch.device("cpu"), "gloo", "", ""
-    try:
-        timeout = seconds("JOIN_TIMEOUT", 60.0)
-        op_timeout = seconds("OP_TIMEOUT", 60.0)
-        check_interface()
-        device, backend, gpu = choose_device(local_rank)
-    except CommError as error:
-        refusal = str(error)
+    timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
+    check_interface()
+    device, backend, gpu = choose_device(local_rank)
 
     # 1. The store.
     deadline = time.monotonic() + timeout
     store = dist.HashStore() if world_size == 1 else meeting_store(rank, deadline)
     # A worker that torchrun restarts after a crash must not find the keys of the dead worker.
     store = dist.PrefixStore(f"attempt_{restart_count()}", store)
-    if not refusal:
-        _listen_on_one_interface(world_size)
+    _listen_on_one_interface(world_size)
     try:
         # 2. and 3. Meet, and connect to rank 0.
-        sharing = 1  # ranks that share these cores
-        if world_size > 1:
-            sharing = meeting.meet(store, rank, world_size, deadline, timeout, gpu, refusal)
-        elif refusal:
-            raise CommError(refusal)
-        share_cores(sharing)
+        is_alone = world_size == 1
+        share_cores(1 if is_alone else meeting.meet(store, rank, world_size, deadline, timeout, gpu))
         choose_vector_math()
         # 4. The group.
         _form_group(backend, device, store, rank, world_size, op_timeout)

@@ -24,12 +24,9 @@ _STUCK = "joined but did not go on; look for a process that is stuck or paused"
 _LINGER = 1.0  # seconds for which a failed rank 0 keeps its store open, so that others can read the reason
 
 
-def meet(
-    store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str, refusal: str
-) -> int:
+def meet(store: dist.Store, rank: int, world_size: int, deadline: float, timeout: float, gpu: str) -> int:
     """Return the number of ranks that share this one's cores, when all ranks are here.
 
-    `refusal` is an error that this rank has found before, or "".
     Raise CommError, on all ranks the same, if a rank is missing at the deadline, if two processes
     claim one rank or one GPU, or if the world sizes differ.
     """
@@ -38,7 +35,7 @@ def meet(
     present = {rank: _claim(store, rank, me)}
     _say(rank, world_size, f"here as process {me['pid']} on {me['host']}")
     next_word = time.monotonic() + _TELL
-    is_connected = bool(refusal)  # the refusal may be about the network itself
+    is_connected = False
     while (missing := [peer for peer in range(world_size) if peer not in present]) or not is_connected:
         try:
             is_connected = is_connected or liveness.connect(store, rank, world_size)
@@ -52,13 +49,11 @@ def meet(
                 f"{_ranks(missing)} of {world_size} did not join within {timeout:g} s; look into their logs, "
                 "or start them with the same MASTER_ADDR and MASTER_PORT, or with a larger JOIN_TIMEOUT."
             )
-            raise give_up(store, rank, refusal or lonely)
+            raise give_up(store, rank, lonely)
         if missing and now > next_word:
             _say(rank, world_size, f"still waiting for {_ranks(missing)}")
             next_word = now + _TELL
         time.sleep(_POLL)
-    if refusal:
-        raise give_up(store, rank, f"{refusal} (Found by rank {rank}.)")
     if refusal := _misfit(rank, present):
         raise give_up(store, rank, refusal)
     # Wait until all ranks have seen all names. If one fails before that, the others still learn the reason.
