@@ -161,13 +161,11 @@ def finish() -> None:
             _connection.close()
 
 
-def wait_for_the_others(seconds: float) -> bool:
-    """On rank 0, leave, and wait at most `seconds` until all have left. Elsewhere return False at once."""
-    if _server is None or _connection is None:
-        return False
-    _connection.close()
-    _server.join(seconds)
-    return True
+def wait_for_the_others(seconds: float) -> None:
+    """On rank 0, leave, and wait at most `seconds` until all have left."""
+    if _server is not None and _connection is not None:
+        _connection.close()
+        _server.join(seconds)
 
 
 def forget() -> None:

@@ -137,8 +137,7 @@ def give_up(store: dist.Store, rank: int, reason: str) -> CommError:
         reason = store.compare_set("failed", "", reason).decode()
         if rank == 0:
             liveness.fail(reason)
-            if not liveness.wait_for_the_others(_LINGER):
-                time.sleep(_LINGER)
+            liveness.wait_for_the_others(_LINGER)
     return CommError(reason)
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -36,7 +37,8 @@ def meeting_store(rank: int, deadline: float) -> dist.Store:
     _wait_for_listener(rank, host, port, deadline)
     left = _left(deadline)
     try:
-        return within(left.total_seconds(), lambda: dist.TCPStore(host, port, None, False, left))
+        connect = partial(dist.TCPStore, host, port, is_master=False, timeout=left)
+        return within(left.total_seconds(), connect)
     except (RuntimeError, TimeoutError) as error:
         raise CommError(
             f"The program at {host}:{port} is not a rendezvous store; check MASTER_ADDR and MASTER_PORT."
