@@ -47,7 +47,7 @@ check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kill
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
 	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)
 
-check-exercises: $(READY) ## grade every exercise untouched and solved, as a learner does (5 minutes)
+check-exercises: $(READY) ## grade every exercise untouched and solved, as a learner does (3 minutes)
 	@$(PY) -m pytest tests/exercises/end_to_end $(ARGS)
 
 notebooks: $(READY) ## open the notebooks in JupyterLab
