@@ -117,10 +117,7 @@ class Kernel(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor, Tensor]]
 
 
-KERNELS = {
-    "textbook": Kernel(attend, attend_backward),
-    "fused": Kernel(fused_attend, fused_attend_backward),
-}
+KERNELS = {"textbook": Kernel(attend, attend_backward), "fused": Kernel(fused_attend, fused_attend_backward)}
 
 
 def repeat_heads(k: Tensor, q: Tensor) -> Tensor:

@@ -15,40 +15,32 @@ a rank sends in a layer, forward and backward together:
 The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from comm.collectives import chosen_pattern
 from comm.cost import header_traffic, pairwise_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
-from lab.models.model import GPTConfig
 from lab.trace.ledger import Traffic
 
+Layer = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]
 
-def ring_traffic(model: ContextParallel, shape: Sequence[int]) -> Traffic:
+
+def attention_traffic(model: ContextParallel, shape: Sequence[int], layer: Layer) -> Traffic:
     """Return what this rank sends for the attention of all layers, forward and backward.
 
-    `shape` is that of the full tokens: batch, time. Under autocast numbers are smaller than it says.
+    `shape` is that of the full tokens: batch, time. `layer` is one of the two functions below. Under autocast
+    numbers are smaller than it says.
     """
-    sequence, config, head, itemsize = _sizes(model, shape)
-    return sum([*ring_layer(sequence, head, config.kv_heads, itemsize)] * config.num_layers, Traffic())
-
-
-def all_to_all_traffic(model: ContextParallel, shape: Sequence[int]) -> Traffic:
-    """Return what this rank sends for the attention of all layers, as `ring_traffic` does."""
-    sequence, config, head, itemsize = _sizes(model, shape)
-    layer = all_to_all_layer(sequence, head, config.num_heads, config.kv_heads, itemsize)
-    return sum([*layer] * config.num_layers, Traffic())
-
-
-def _sizes(model: ContextParallel, shape: Sequence[int]) -> tuple[SharedSequence, GPTConfig, int, int]:
-    """Return also the numbers of one position and one head in all examples, and the bytes of a number."""
     assert model.sequence is not None, "there was no forward"
-    config = model.module.config
+    config, itemsize = model.module.config, next(model.module.parameters()).itemsize
     head = shape[0] * config.width // config.num_heads
-    return model.sequence, config, head, next(model.module.parameters()).itemsize
+    both = layer(model.sequence, head, config.num_heads, config.kv_heads, itemsize)
+    return sum([*both] * config.num_layers, Traffic())
 
 
-def ring_layer(sequence: SharedSequence, head: int, kv_heads: int, itemsize: int) -> tuple[Traffic, Traffic]:
+def ring_layer(
+    sequence: SharedSequence, head: int, num_heads: int, kv_heads: int, itemsize: int
+) -> tuple[Traffic, Traffic]:
     """Return what this rank sends for the attention of a layer: in the forward, and in the backward.
 
     `head` is the number of elements of one position and one head, in all examples.

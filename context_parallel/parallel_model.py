@@ -11,20 +11,18 @@ mean over ranks. So ranks of a context parallel group are replicas for everythin
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import training.arguments
-from comm.collectives import Group, broadcast, chosen_pattern
-from comm.cost import expected_traffic
+from comm.collectives import Group, broadcast
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import Cut, Part, SequenceCut, documents_of
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, Attention
-from lab.trace.ledger import Traffic
 from training.arguments import NotOffered, Size
 from training.evaluation import sums_of
 from training.gradients import average_gradients
@@ -39,10 +37,8 @@ class SharedSequence:
     group: Group
     cut: SequenceCut
     kernel: Kernel = KERNELS["fused"]
-    is_causal: bool = True
     documents: Tensor | None = None  # (batch, time): attention stays within equal numbers
     _parts: dict[int, list[Part]] = field(default_factory=dict)
-    _mask: Tensor | None = None  # of all layers
 
     @property
     def rank(self) -> int:
@@ -58,17 +54,17 @@ class SharedSequence:
         """Return how many tokens each rank has."""
         return [self.cut.length(rank) for rank in range(self.size)]
 
+    @cached_property
     def mask(self) -> Tensor | None:
-        """Return which pairs of tokens attend, (batch, 1, time, time); None means all, or the causal ones."""
-        if self._mask is None and self.documents is not None:
-            same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
-            self._mask = same.tril() if self.is_causal else same
-        return self._mask
+        """Return which pairs of tokens attend, (batch, 1, time, time); None means the causal ones."""
+        if self.documents is None:
+            return None
+        return (self.documents[:, None, :, None] == self.documents[:, None, None, :]).tril()
 
     def parts(self, source: int) -> list[Part]:
         """Return the parts of the attention of this rank's queries to the keys of rank `source`."""
         if source not in self._parts:
-            self._parts[source] = list(self.cut.parts(self.rank, source, self.is_causal, self.documents))
+            self._parts[source] = list(self.cut.parts(self.rank, source, documents=self.documents))
         return self._parts[source]
 
     def block_like(self, kv: Tensor, source: int) -> Tensor:
@@ -144,23 +140,9 @@ class ContextParallel(nn.Module):
         """Take the mean of each gradient over the ranks, all in one all-reduce."""
         average_gradients(self.module.parameters(), self.group)
 
-    def gradient_traffic(self) -> Traffic:
-        """Return what this rank sends in `finish_gradient_sync`, by formula."""
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        numel, pattern = sum(p.numel() for p in trained), chosen_pattern("all_reduce", self.group)
-        return expected_traffic("all_reduce", pattern, numel, trained[0].itemsize, self.group)
-
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
         """Return the sums over this rank's tokens of a held-out batch."""
         return sums_of(self(x), self.own(y), counts)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the plain model's state, of which each rank has all."""
-        return self.module.state_dict()
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load a plain model's state."""
-        self.module.load_state_dict(state)
 
 
 @dataclass

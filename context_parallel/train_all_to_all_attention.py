@@ -33,7 +33,7 @@ from torch import Tensor
 from comm.collectives import use_pattern
 from comm.functions import exchange_shards
 from comm.script import start
-from context_parallel.cost import all_to_all_traffic
+from context_parallel.cost import all_to_all_layer, attention_traffic
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
@@ -41,6 +41,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
+from training.gradients import average_traffic
 from training.run import Run
 
 
@@ -64,9 +65,8 @@ def all_to_all_attention(
     own_heads = all_tokens_of_own_heads(to_ranks_bnhte, sequence)
     q, k, v = own_heads.split([x.shape[1] // ranks for x in (q_bhte, k_bhte, v_bhte)], 1)
     with span("attention", "forward"):
-        mask = sequence.mask()
-        is_causal, grouped = sequence.is_causal and mask is None, q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=grouped)
+        mask, grouped = sequence.mask, q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, enable_gqa=grouped)
     return all_heads_of_own_tokens(y, sequence)
 
 
@@ -127,7 +127,9 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
-            run.expect_traffic(all_to_all_traffic(model, x.shape) + model.gradient_traffic())
+            run.expect_traffic(
+                attention_traffic(model, x.shape, all_to_all_layer) + average_traffic(model.parameters())
+            )
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, activations_bytes=observed.kept_bytes)

@@ -53,7 +53,7 @@ from comm.point_to_point import InFlightShift
 from comm.script import start
 from context_parallel.block_attention import KERNELS, NO_KEY, join
 from context_parallel.clock import clock
-from context_parallel.cost import ring_traffic
+from context_parallel.cost import attention_traffic, ring_layer
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import CUTS
 from lab.cluster import Cluster
@@ -61,6 +61,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
+from training.gradients import average_traffic
 from training.run import Run
 from training.validate import tick_seconds
 
@@ -86,7 +87,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequence: SharedSequence) -> Tensor:
-        precise = at_least_float32(q)
+        precise = torch.promote_types(q.dtype, torch.float32)  # to add up the results of several blocks
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):  # kv: (2, b, h, t, e), keys and values
             for part in sequence.parts(source):
@@ -104,7 +105,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, y, lse = ctx.saved_tensors
         sequence: SharedSequence = ctx.sequence
-        dq, in_flight = torch.zeros_like(q, dtype=at_least_float32(q)), None
+        dq, in_flight = torch.zeros_like(q, dtype=lse.dtype), None
         for source, kv in visits(torch.stack([k, v]), sequence):
             dkv = torch.zeros_like(kv)
             for part in sequence.parts(source):
@@ -128,11 +129,6 @@ class RingAttention(torch.autograd.Function):
         if in_flight is not None:
             own_dkv += arrived(in_flight)
         return dq.to(q.dtype), *own_dkv, None
-
-
-def at_least_float32(x: Tensor) -> torch.dtype:
-    """Return the dtype in which results of several blocks are added up."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]:
@@ -195,7 +191,9 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(loss)
-            run.expect_traffic(ring_traffic(model, x.shape) + model.gradient_traffic())
+            run.expect_traffic(
+                attention_traffic(model, x.shape, ring_layer) + average_traffic(model.parameters())
+            )
             run.evaluate(step, model)
             run.stop_if_asked(step)
     run.finish(model, activations_bytes=observed.kept_bytes)

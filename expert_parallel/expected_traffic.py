@@ -21,6 +21,7 @@ from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic, header_traffic, pairwise_traffic
 from expert_parallel.config import ExpertGroups
 from lab.trace.ledger import Traffic
+from training.gradients import average_traffic
 
 
 def exchange_traffic(sent_rr: Tensor, width: int, itemsize: int, group: Group) -> Traffic:
@@ -51,21 +52,11 @@ def tokens_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGro
     return sum(both, Traffic())
 
 
-def gradient_traffic(parameters: list[nn.Parameter], group: Group) -> Traffic:
-    """Return what this rank sends to average the gradients of these parameters."""
-    numel = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    if not numel:
-        return Traffic()
-    return expected_traffic(
-        "all_reduce", chosen_pattern("all_reduce", group), numel, parameters[0].element_size(), group
-    )
-
-
 def traffic_per_step(model: nn.Module) -> Traffic:
     """Return this rank's expected traffic for the last step of an ExpertParallel model."""
     width, itemsize = model.module.config.width, model.dense[0].element_size()
-    total = gradient_traffic(model.dense, model.groups.everyone)
-    total += gradient_traffic(model.experts, model.groups.replicas)
+    total = average_traffic(model.dense, model.groups.everyone)
+    total += average_traffic(model.experts, model.groups.replicas)
     for layer in model.layers:
         once = tokens_traffic(layer.sent_rE, width, itemsize, model.groups)
         total += counts_traffic(layer.sent_rE, model.groups) + once + once

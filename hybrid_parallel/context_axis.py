@@ -69,6 +69,5 @@ def layer_traffic(axis: ContextAxis, batch: int, config: GPTConfig, itemsize: in
     """Return what this rank sends for a layer's attention to `batch` sequences: forward and backward."""
     tensor, numbers = axis.sizes.tensor, batch * config.width // config.num_heads
     q, kv = config.num_heads // tensor, config.kv_heads // tensor
-    if axis.sizes.attention == "ring":
-        return ring_layer(axis.sequence, numbers, kv, itemsize)
-    return all_to_all_layer(axis.sequence, numbers, q, kv, itemsize)
+    layer = ring_layer if axis.sizes.attention == "ring" else all_to_all_layer
+    return layer(axis.sequence, numbers, q, kv, itemsize)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from comm.collectives import Group, all_reduce, chosen_pattern
+from comm.cost import expected_traffic
+from lab.trace.ledger import Traffic
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -> None:
@@ -25,3 +27,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -
     means = flat.split([gradient.numel() for gradient in gradients])
     for gradient, mean in zip(gradients, means, strict=True):
         gradient.copy_(mean.view_as(gradient))
+
+
+def average_traffic(parameters: Iterable[nn.Parameter], group: Group = None) -> Traffic:
+    """Return what this rank sends in `average_gradients`, by formula."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return Traffic()
+    numel, pattern = sum(p.numel() for p in trained), chosen_pattern("all_reduce", group)
+    return expected_traffic("all_reduce", pattern, numel, trained[0].itemsize, group)

@@ -79,16 +79,15 @@ def compare_attention(
     cluster: Cluster,
     variant: Variant,
     length: int,
-    is_causal: bool = True,
     documents: Tensor | None = None,
     heads: int = 4,
     kv_heads: int | None = None,
 ) -> None:
     """Compare the attention of this rank's tokens, and its gradients, with one process."""
     *full, dy = qkv(length, heads, kv_heads)
-    pairs = attending_pairs(length, is_causal, documents).unsqueeze(1)
+    pairs = attending_pairs(length, documents=documents).unsqueeze(1)
     cut = variant.cut(length, cluster.world_size)
-    sequence = SharedSequence(None, cut, variant.kernel, is_causal, documents)
+    sequence = SharedSequence(None, cut, variant.kernel, documents)
     own = lambda x: cut.own(x, cluster.rank, 2)  # noqa: E731
 
     results = []
@@ -103,7 +102,7 @@ def compare_attention(
         named = dict(zip(("dq", "dk", "dv"), (leaf.grad for leaf in leaves), strict=True))
         results.append({"y": y.detach()} | named)
     actual, expected = results
-    what = f"{variant}, {length} tokens, is_causal {is_causal}, {documents}, {cluster.world_size} ranks"
+    what = f"{variant}, {length} tokens, {documents}, {cluster.world_size} ranks"
     assert_same(actual, {name: own(x) for name, x in expected.items()}, RTOL, f"result of {what},")
 
 

@@ -36,7 +36,7 @@ BORDERS = ((3, 8, 10), (12,), (1, 2, 4, 15), ())
 def test_queries_meet_all_keys_and_gradients_come_home():
     def work(cluster: Cluster) -> None:
         for variant in (RING, TEXTBOOK_RING):
-            compare_attention(cluster, variant, 12, is_causal=False)
+            compare_attention(cluster, variant, 12)
 
     run_ranks(work, 3)
 
@@ -90,12 +90,11 @@ def test_attention_and_its_gradients_equal_one_process_under_any_mask(n: int):
         heads = 4 * n
         for variant in VARIANTS:
             for length in (3, 16, 19):
-                compare_attention(cluster, variant, length, True, None, heads, 2 * n)
-            compare_attention(cluster, variant, 16, False, None, heads)
+                compare_attention(cluster, variant, length, None, heads, 2 * n)
+            compare_attention(cluster, variant, 16, None, heads)
             for rows in (BORDERS[:2], BORDERS[2:]):
                 documents = documents_with_borders(16, *rows)
-                for is_causal in (True, False):
-                    compare_attention(cluster, variant, 16, is_causal, documents, heads, 2 * n)
+                compare_attention(cluster, variant, 16, documents, heads, 2 * n)
 
     run_ranks(work, n)
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from context_parallel.cost import all_to_all_traffic, ring_traffic
+from context_parallel.cost import all_to_all_layer, attention_traffic, ring_layer
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from tests.context_parallel.equivalence import ALL_TO_ALL, CONTIGUOUS_RING, RING, Variant, gpt, text
+from training.gradients import average_traffic
 
 VARIANTS = (RING, CONTIGUOUS_RING, ALL_TO_ALL)
 B, D, ITEM = 2, 24, 8  # batch, width, bytes of a number
@@ -23,10 +24,9 @@ def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Tra
     loss.backward()
     attention = LEDGER.total()
     model.finish_gradient_sync()
-    expected = (all_to_all_traffic if variant.attention is all_to_all_attention else ring_traffic)(
-        model, x.shape
-    )
-    return attention, LEDGER.total() - attention, expected, model.gradient_traffic()
+    layer = all_to_all_layer if variant.attention is all_to_all_attention else ring_layer
+    expected = attention_traffic(model, x.shape, layer)
+    return attention, LEDGER.total() - attention, expected, average_traffic(model.parameters())
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

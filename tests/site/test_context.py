@@ -124,7 +124,8 @@ def sent_by_lesson(cluster: Cluster, length: int) -> dict[str, int]:
     head = BATCH * HEAD_WIDTH
     found = {}
     for name, make in CUTS.items():
-        ring = ring_layer(SharedSequence(None, make(length, cluster.world_size)), head, KV_HEADS, ITEMSIZE)
+        sequence = SharedSequence(None, make(length, cluster.world_size))
+        ring = ring_layer(sequence, head, HEADS, KV_HEADS, ITEMSIZE)
         found[name] = sum(each.bytes_sent for each in ring)
     sequence = SharedSequence(None, SequenceCut.contiguous(length, cluster.world_size))
     exchange = all_to_all_layer(sequence, head, HEADS, KV_HEADS, ITEMSIZE)
