@@ -1,10 +1,17 @@
 """Equipment of notebooks. `%load_ext lab.notebook` adds the magics %ranks and %%ranks (magics.py)."""
 
+import atexit
 from typing import Any
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the magics. IPython is imported only here, because scripts work without it."""
-    from lab.notebook.magics import load_ipython_extension as load
+    """Register the magic commands, `push` and `pull`, and begin to import torch for the ranks."""
+    # Only here, because scripts work without IPython, and predictions without torch.
+    from lab.notebook.magics import RanksMagics
+    from lab.ranks import forked
 
-    load(shell)
+    forked.warm_up()
+    magics = RanksMagics(shell)
+    shell.register_magics(magics)
+    shell.push({"push": magics.push, "pull": magics.pull})
+    atexit.register(magics.stop)

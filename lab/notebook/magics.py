@@ -19,7 +19,6 @@
 The stop button ends a cell within two seconds, also in a deadlock, and says where each rank was.
 """
 
-import atexit
 import html
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from IPython.display import display
 from rich.table import Table
 
 from lab.launch.errors import WorkbookError
-from lab.ranks import forked
 from lab.ranks.cells import Reply
 from lab.ranks.standing import StandingRanks
 from lab.units import show_bytes
@@ -90,7 +88,10 @@ class RanksMagics(Magics):
         elif what == "restart":
             self._running().restart()
         elif self._ranks is not None and what == "status":
-            self._show_status(self._ranks)
+            table = Table("rank", "process", "device", "memory", "variables", box=None)
+            for rank, (pid, device, held, names) in self._ranks.status().items():
+                table.add_row(str(rank), str(pid), device, show_bytes(held), ", ".join(names))
+            display(table)
             return
         elif self._ranks is not None:
             self.stop()
@@ -137,16 +138,14 @@ class RanksMagics(Magics):
         size = self._ranks.world_size
         return f"{size} ranks are running." if size > 1 else "1 rank is running."
 
-    def _show_status(self, ranks: StandingRanks) -> None:
-        table = Table("rank", "process", "device", "memory", "variables", box=None)
-        for rank, (pid, device, held, names) in ranks.status().items():
-            table.add_row(str(rank), str(pid), device, show_bytes(held), ", ".join(names))
-        display(table)
-
     def _run(self, cell: str, ranks: list[int] | None, record: bool) -> None:
         assert self.shell is not None
         replies = self._running().run(cell, ranks, f"<cell {self.shell.execution_count}>", record)
-        self._raise_error(replies)
+        if failed := {rank: reply for rank, reply in replies.items() if reply.error}:
+            first = min(failed)
+            others = [f"rank {rank}: {reply.error}" for rank, reply in failed.items() if rank != first]
+            text = f"rank {first} failed:\n{failed[first].traceback}"
+            raise WorkbookError("\n".join([text.rstrip(), *others]))
         shown = {rank: reply.shown for rank, reply in replies.items() if reply.shown is not None}
         if shown:
             display(Values(shown))
@@ -163,14 +162,6 @@ class RanksMagics(Magics):
         kinds = ", ".join(dict.fromkeys(event.kind for event in events))
         show_events(events, alt=f"Timeline of this cell on {name_of(list(replies))}: {kinds}.")
 
-    def _raise_error(self, replies: dict[int, Reply]) -> None:
-        failed = {rank: reply for rank, reply in replies.items() if reply.error}
-        if failed:
-            first = min(failed)
-            others = [f"rank {rank}: {reply.error}" for rank, reply in failed.items() if rank != first]
-            text = f"rank {first} failed:\n{failed[first].traceback}"
-            raise WorkbookError("\n".join([text.rstrip(), *others]))
-
 
 def parse_ranks(text: str) -> list[int]:
     """Return the ranks in "0", "0,2" or "1-3". Raise WorkbookError for other texts."""
@@ -181,12 +172,3 @@ def parse_ranks(text: str) -> list[int]:
             raise WorkbookError(f"%%rank {text}: write ranks such as 0 or 0,2 or 1-3.")
         ranks += range(int(first), int(last if dash else first) + 1)
     return ranks
-
-
-def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magic commands, `push` and `pull`, and begin to import torch for the ranks."""
-    forked.warm_up()
-    magics = RanksMagics(shell)
-    shell.register_magics(magics)
-    shell.push({"push": magics.push, "pull": magics.pull})
-    atexit.register(magics.stop)

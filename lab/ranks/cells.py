@@ -76,7 +76,9 @@ class _Cells:
                 self._is_busy = False
             except BaseException as error:
                 self._is_busy = False
-                reply = _failure(error)
+                trace = trace_of(error, __file__)
+                last = "".join(trace.format_exception_only()).strip().splitlines()[-1]
+                reply = Reply(error=last, traceback="".join(trace.format()))
             self._done.set()
             try:
                 message = cloudpickle.dumps(reply)
@@ -141,9 +143,3 @@ class _Cells:
             dist.destroy_process_group()
         form_group(self._backend, store, self._cluster.rank, self._cluster.world_size, MAX_SECONDS)
         return Reply()
-
-
-def _failure(error: BaseException) -> Reply:
-    trace = trace_of(error, __file__)
-    last = "".join(trace.format_exception_only()).strip().splitlines()[-1]
-    return Reply(error=last, traceback="".join(trace.format()))

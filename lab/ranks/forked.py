@@ -16,7 +16,7 @@ from typing import Any
 
 from lab.launch.errors import WorkbookError
 from lab.ranks.child import Job, rank_main
-from lab.ranks.output import print_tagged, read_lines
+from lab.ranks.output import print_tagged
 
 _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
@@ -109,11 +109,15 @@ class Processes:
         self._selector.unregister(self.all[rank].pipe)
 
     def _show(self, rank: int, pipe: Any, stream: Any, buffer: bytearray) -> None:
-        lines, is_open = read_lines(pipe, buffer)
-        if not is_open:
+        data = os.read(pipe.fileno(), 65536)
+        buffer += data
+        *lines, rest = bytes(buffer).split(b"\n")
+        if not data:  # the pipe is closed
             self._selector.unregister(pipe)
+            lines, rest = [*lines, *filter(None, [rest])], b""
+        buffer[:] = rest  # an unfinished line
         for line in lines:
-            print_tagged(rank, line, stream)
+            print_tagged(rank, line.decode(errors="replace"), stream)
         stream.flush()
 
     def end(self) -> None:

@@ -1,22 +1,9 @@
-"""Read what ranks print, and show it tagged and coloured by rank."""
+"""Show what ranks print, tagged and coloured by rank."""
 
-import os
 import sys
-from multiprocessing.connection import Connection
 from typing import TextIO
 
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
-
-
-def read_lines(pipe: Connection, buffer: bytearray) -> tuple[list[str], bool]:
-    """Return the lines that have come, and whether more may come. An unfinished line stays in the buffer."""
-    data = os.read(pipe.fileno(), 65536)
-    buffer += data
-    *lines, rest = bytes(buffer).split(b"\n")
-    if rest and not data:
-        lines, rest = [*lines, rest], b""
-    buffer[:] = rest
-    return [line.decode(errors="replace") for line in lines], bool(data)
 
 
 def print_tagged(rank: int, line: str, stream: TextIO) -> None:

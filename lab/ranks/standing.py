@@ -161,7 +161,7 @@ class StandingRanks:
 
     def _reform(self) -> bool:
         """Form the group again, whose connections may be closed. Return whether all ranks have done so."""
-        ranks, replies = self._chosen(None), dict[int, Reply]()
+        ranks, replies = list(range(self.world_size)), dict[int, Reply]()
         self._send(cloudpickle.dumps(("reform", f"group {next(self._numbers)}")), ranks)
         self._wait(ranks, replies, INTERRUPT_SECONDS)
         return len(replies) == self.world_size and not any(reply.error for reply in replies.values())

@@ -6,7 +6,8 @@ A thread of a stuck rank looks at what the other threads are doing. An object th
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -31,7 +32,7 @@ def current_wait() -> Wait | None:
     frames = sys._current_frames()
     main = threading.main_thread().ident
     for thread in sorted(frames, key=lambda thread: thread != main):
-        for frame in _outwards(frames[thread]):
+        for frame, _ in traceback.walk_stack(frames[thread]):
             if (wait := _wait_in(frame)) is not None:
                 return wait
     return None
@@ -58,12 +59,6 @@ def drawn(waits: Mapping[int, Wait]) -> str:
     if last == ranks[0]:
         return f"a cycle, in which each rank waits for the next: {links}"
     return f"rank {last} keeps the others waiting: {links}"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _wait_in(frame: FrameType) -> Wait | None:

@@ -24,7 +24,7 @@ PROMPTLY = 2.0  # seconds within which an interrupt returns
 @pytest.fixture(scope="module")
 def shell() -> Iterator[InteractiveShell]:
     one = InteractiveShell()
-    one.run_line_magic("load_ext", "lab.notebook.magics")
+    one.run_line_magic("load_ext", "lab.notebook")
     run(one, "%ranks 3")
     yield one
     run(one, "%ranks stop")
@@ -71,7 +71,7 @@ def test_errors_are_sentences_without_this_processs_traceback(shell):
             "%ranks four",
             "%ranks four: write a number of ranks (and cuda, to use GPUs), or status, restart or stop.",
         ),
-        ("%ranks 2 cuda", "run_ranks(device='cuda'): this machine has no GPU; leave device out."),
+        ("%ranks 2 cuda", "run_ranks(device='cuda'): this machine has 0 GPUs."),
         ("%%ranks 0\n1", "%%ranks 0: for some of the ranks write %%rank, as in %%rank 0,2."),
         ("%%rank x\n1", "%%rank x: write ranks such as 0 or 0,2 or 1-3."),
         ("%%rank 7\n1", "There is no rank 7: there are 3, from 0 on. %ranks N starts N."),
