@@ -109,6 +109,11 @@ def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: 
             f"zero is {sizes.zero} beside a pipeline: a stage would {what} for each microbatch, or keep "
             "them in full during the step, as with zero 1; take zero 1, or one pipeline stage."
         )
+    if sizes.recompute and sizes.pipeline > 1 and sizes.schedule in ("zb_h1", "zb_v"):
+        yield (
+            f"recompute would save almost no memory beside {sizes.schedule}: weight gradients that wait need "
+            "the layers' inputs anyway. Leave it out, or take another schedule."
+        )
     if sizes.sequence_parallel and sizes.tensor == 1:
         yield "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."
     if isinstance(config, MLPConfig):

@@ -62,7 +62,7 @@ def main(args: Args) -> None:
         batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
     given = {} if args.context is None else {"context": args.context}
     found = plans(shape, machine, args.devices, batch, precision, given)
-    best = choose(found, machine.device.memory_bytes)
+    best = choose(found, machine.memory_bytes)
     rows = best_by_division(found)[: args.rows]
     if args.json:
         shown = [

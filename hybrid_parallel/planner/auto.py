@@ -13,7 +13,7 @@ from comm.exchange import on_main
 from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
-from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, measure_handling, this_machine
+from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, this_machine
 from hybrid_parallel.planner.search import choose, plans
 from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
@@ -38,18 +38,17 @@ def choose_sizes(
     def chosen() -> dict[str, Any]:
         shape = shape_of_config(model_of(args), *experts)
         found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
-        return dataclasses.asdict(choose(found, machine.device.memory_bytes).sizes)
+        return dataclasses.asdict(choose(found, machine.memory_bytes).sizes)
 
     return ParallelSizes(**on_main(cluster, "choose a plan", chosen))
 
 
 def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
     """Return the machine that the ranks run on, as they measure it over `link`. All ranks must call it."""
-    pattern = default_pattern("all_reduce")
     with slow_link.slowed(link):
-        link = measure_all_reduce(pattern, device=cluster.device)
+        link = measure_all_reduce(default_pattern("all_reduce"), device=cluster.device)
     if cluster.device.type == "cpu":
-        return this_machine(cluster.world_size, link, measure_handling(pattern))
+        return this_machine(cluster.world_size, link)
     name = torch.cuda.get_device_name(cluster.device).lower()
     known = [device for device in MACHINES if device.partition("-")[0] in name]
     if not known:

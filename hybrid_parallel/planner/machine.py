@@ -24,37 +24,39 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Literal
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
-from comm import cost
-from comm.collectives import all_reduce, barrier
 from comm.cost import Link
-from comm.wire import slow_link
+from hybrid_parallel.sizes import Precision
 from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
-from lab.models.model import SIZES, Block
 from lab.trace.memory import resident_bytes
-
-Precision = Literal["float32", "bf16"]
 
 
 @dataclass(frozen=True)
-class Device:
-    """Holds the memory of one device in bytes, and its rates in operations and in bytes per second."""
+class Machine:
+    """Holds what a device has and reaches, and the links of each one within a node and between nodes.
 
-    name: str
+    Memory is in bytes, `bandwidth` in bytes per second, `peak_flops` in operations per second by precision.
+    Without accelerators the devices are processes that share `cores`, and their rates those of a core.
+    `autocast` says whether bf16 is only the type in which the model computes, and parameters and gradients
+    are float32.
+    """
+
     memory_bytes: float
-    peak_flops: dict[str, float]  # by precision
-    bandwidth: float
-    matmul_share: float
+    peak_flops: dict[str, float]
+    matmul_share: float  # of the peak that matrix products reach
     attention_share: float
-    bandwidth_share: float
+    bandwidth: float
     overhead: float
-    layer_seconds: float = 0.0  # added to each forward of a layer: the time to call its kernels
+    devices_per_node: int
+    inner: Link
+    outer: Link
+    cores: int | None = None
+    autocast: bool = False
 
     def flops(self, precision: Precision) -> float:
         """Return the operations per second that matrix products reach."""
@@ -63,43 +65,6 @@ class Device:
     def attention_flops(self, precision: Precision) -> float:
         """Return the operations per second that attention reaches."""
         return self.peak_flops[precision] * self.attention_share
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Return the bytes that operations on each element read and write per second."""
-        return self.bandwidth * self.bandwidth_share
-
-
-@dataclass(frozen=True)
-class Handling:
-    """Holds the CPU seconds that a collective takes on a rank: for the call, and for each sent byte."""
-
-    call: float = 0.0
-    byte: float = 0.0
-
-    def seconds(self, calls: float, num_bytes: float) -> float:
-        """Return the CPU seconds of `calls` collectives that send `num_bytes` together."""
-        return calls * self.call + num_bytes * self.byte
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Holds a device, the number of them in a node, and the links of each device within and between nodes.
-
-    Without accelerators the devices are processes that share `cores`, and their rates those of a core.
-    `handling` is the time of a core that collectives take on a rank. `hides_reductions` says whether column-
-    parallel layers hide their collectives in the backward, as tensor_parallel/layers.py does. `autocast` says
-    whether bf16 is only the type in which the model computes, and parameters and gradients are float32.
-    """
-
-    device: Device
-    devices_per_node: int
-    inner: Link
-    outer: Link
-    cores: int | None = None
-    handling: Handling = Handling()
-    hides_reductions: bool = False
-    autocast: bool = False
 
     @property
     def share(self) -> float:
@@ -133,30 +98,33 @@ class Machine:
         return Link(self.outer.alpha, beta)
 
 
-LINK_SHARE = 0.8  # of a link's rate: what a collective reaches
-OVERHEAD = 0.07  # of a step, on all GPUs
-
 A100_FLOPS = {"float32": 156e12, "bf16": 312e12}  # float32 as TF32
 H100_FLOPS = {"float32": 494e12, "bf16": 989e12}
-DEVICES = {
-    "a100-40gb": Device("a100-40gb", 40 * 2**30, A100_FLOPS, 1.555e12, 0.80, 0.41, 0.85, OVERHEAD),
-    "a100-80gb": Device("a100-80gb", 80 * 2**30, A100_FLOPS, 2.039e12, 0.80, 0.41, 0.85, OVERHEAD),
-    "h100": Device("h100", 80 * 2**30, H100_FLOPS, 3.35e12, 0.69, 0.41, 0.85, OVERHEAD),
-    "h200": Device("h200", 141e9, H100_FLOPS, 4.8e12, 0.69, 0.41, 0.85, OVERHEAD),
-}
 
 
-def _node(device: Device, nvlink: float, network: float) -> Machine:
+def _node(
+    memory: float, flops: dict[str, float], matmul: float, bandwidth: float, nvlink: float, network: float
+) -> Machine:
     """Return nodes of 8 devices, with the rates of each device's links in bytes/s in one direction."""
-    return Machine(device, 8, Link(5e-6, 1 / (nvlink * LINK_SHARE)), Link(10e-6, 1 / (network * LINK_SHARE)))
+    return Machine(
+        memory,
+        flops,
+        matmul,
+        attention_share=0.41,
+        bandwidth=0.85 * bandwidth,
+        overhead=0.07,
+        devices_per_node=8,
+        inner=Link(5e-6, 1 / (0.8 * nvlink)),
+        outer=Link(10e-6, 1 / (0.8 * network)),
+    )
 
 
 # NVLink: 600 and 900 GB/s in both directions together. Network: a card of 200 or 400 Gbit/s for each device.
 MACHINES = {
-    "a100-40gb": _node(DEVICES["a100-40gb"], 300e9, 25e9),
-    "a100-80gb": _node(DEVICES["a100-80gb"], 300e9, 25e9),
-    "h100": _node(DEVICES["h100"], 450e9, 50e9),
-    "h200": _node(DEVICES["h200"], 450e9, 50e9),
+    "a100-40gb": _node(40 * 2**30, A100_FLOPS, 0.80, 1.555e12, 300e9, 25e9),
+    "a100-80gb": _node(80 * 2**30, A100_FLOPS, 0.80, 2.039e12, 300e9, 25e9),
+    "h100": _node(80 * 2**30, H100_FLOPS, 0.69, 3.35e12, 450e9, 50e9),
+    "h200": _node(141e9, H100_FLOPS, 0.69, 4.8e12, 450e9, 50e9),
 }
 
 
@@ -175,67 +143,45 @@ def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machi
     return machine if link is None else replace(machine, outer=link)
 
 
-def this_machine(ranks: int, link: Link, handling: Handling = Handling()) -> Machine:
+def this_machine(ranks: int, link: Link) -> Machine:
     """Return this machine, its cores and memory shared by `ranks` processes with one thread each."""
     # A rank holds Python and torch, as this process does.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks - resident_bytes()
-    device = replace(measure_rates(), memory_bytes=max(0.0, memory))
-    return Machine(device, ranks, link, link, len(own_cores()), handling, True, True)
+    flops, attention, bandwidth = measure_rates()
+    rates = {"float32": flops, "bf16": flops}, 1.0, attention / flops, bandwidth, 0.0
+    return Machine(max(0.0, memory), *rates, ranks, link, link, cores=len(own_cores()), autocast=True)
 
 
 ROWS, HEADS, TIME, HEAD_WIDTH = 512, 8, 256, 64
-COPIED_BYTES = 4 << 20
 
 
 @cache
-def measure_rates() -> Device:
-    """Return the rates of a core of this machine, from CPU times, which do not depend on other processes."""
+def measure_rates() -> tuple[float, float, float]:
+    """Return the operations per second of matrix products and of attention, and the bytes per second, of a
+    core of this machine. They come from CPU times, which do not depend on other processes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         width = HEADS * HEAD_WIDTH
         x, weight, wide = torch.randn(ROWS, width), torch.randn(width, width), torch.randn(ROWS, 4 * width)
         heads = torch.randn(2, HEADS, TIME, HEAD_WIDTH)
-        block, token = Block(SIZES["tiny"]), torch.randn(1, 1, SIZES["tiny"].width)
         flops = 2 * ROWS * width * width / usual(lambda: F.linear(x, weight))
         # Two products for each pair of a query and a key, half of which the mask leaves.
         scores = 2 * 2 * 2 * HEADS * TIME * TIME * HEAD_WIDTH / 2
         attention = scores / usual(
             lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         )
-        bandwidth = 2 * wide.nbytes / usual(lambda: F.gelu(wide))
-        calls = usual(lambda: block(token))  # with a single token: Python, and the calls of kernels
+        return flops, attention, 2 * wide.nbytes / usual(lambda: F.gelu(wide))
     finally:
         torch.set_num_threads(threads)
-    peak = {"float32": flops, "bf16": flops}
-    return Device("this", 0.0, peak, bandwidth, 1.0, attention / flops, 1.0, 0.0, calls)
 
 
-def measure_handling(pattern: str) -> Handling:
-    """Return the CPU time that an all-reduce takes on a rank, in all its threads. All ranks must call it."""
-    ranks = torch.distributed.get_world_size()
-    if ranks == 1:
-        return Handling()
-    sent = cost.seconds("all_reduce", "ring", COPIED_BYTES, ranks, cost.Link(0.0, 1.0))  # bytes: 1 s each
-
-    def seconds(numel: int) -> float:
-        call = partial(all_reduce, torch.zeros(numel), pattern=pattern)
-        return usual(call, time.process_time, repeats=5)
-
-    with slow_link.slowed(None):
-        barrier()
-        call, large = seconds(1), seconds(COPIED_BYTES // 4)
-    return Handling(call, max(0.0, large - call) / sent)
-
-
-def usual(
-    call: Callable[[], object], clock: Callable[[], float] = time.thread_time, repeats: int = 30
-) -> float:
-    """Return the median seconds of a call on the clock: the usual speed, not the best one."""
+def usual(call: Callable[[], object]) -> float:
+    """Return the median seconds of a call on the thread's CPU clock: the usual speed, not the best one."""
     call()
     seconds = []
-    for _ in range(repeats):
-        start = clock()
+    for _ in range(30):
+        start = time.thread_time()
         call()
-        seconds.append(clock() - start)
+        seconds.append(time.thread_time() - start)
     return statistics.median(seconds)

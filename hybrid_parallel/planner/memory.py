@@ -4,27 +4,27 @@
                                              otherwise 2, 2 and 12, for AdamW; zero/memory.py divides them
     activations of a microbatch in a layer   what the backward needs, see `layer_activations`
     microbatches held at a time              by the schedule's formula (pipeline_parallel/analysis/theory.py)
-    final norm and logits                    on the last stage; logits also in float32
-    messages in flight                       between stages of a pipeline
-    waiting weight gradients                 with zero-bubble schedules: their layers' inputs and gradients
+    logits                                   on the last stage; also in float32
     gathered units                           with ZeRO 3: two layers' parameters, and one's gradients
+    buffers                                  messages between stages, and 8 MB that are in no formula
+
+What a zero-bubble schedule holds for weight gradients that wait is left out: the inputs of layers and the
+gradients of their outputs are in a transformer together as large as the activations, but in an MLP larger.
 
 After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, section 4.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 
-from hybrid_parallel.planner.shapes import AnyShape, MLPShape
+from hybrid_parallel.planner.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
-from pipeline_parallel.actions import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from pipeline_parallel.analysis import theory
-from pipeline_parallel.schedules import table_of
 from zero.memory import Held, formula
 
 MESSAGES = 4  # held by a stage: two receives posted ahead, and one send in each direction
+RUNTIME_BYTES = 8e6  # buckets, connections and gaps between tensors: measured with benchmarks/planner.py
 ITEMSIZE = {"float32": 4, "bf16": 2}
 # Bytes of a parameter, its gradient and its optimizer state, by the type of the parameters. With bf16 the
 # optimizer's state includes a float32 parameter.
@@ -40,8 +40,7 @@ class Memory:
     optimizer_state: float
     activations: float
     temporary: float  # logits, gathered units, and what one layer recomputes
-    in_flight: float = 0.0  # messages between stages
-    deferred: float = 0.0  # for weight gradients that are computed later
+    buffers: float
 
     @property
     def total(self) -> float:
@@ -51,21 +50,8 @@ class Memory:
 
 def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
-    of_ranks = (
-        replace(
-            memory_of_rank(shape, sizes, batch, rank, autocast), deferred=_deferred(shape, sizes, batch, rank)
-        )
-        for rank in fullest_ranks(sizes)
-    )
-    fullest = max(of_ranks, key=lambda memory: memory.total)
-    if sizes.pipeline == 1:
-        return fullest
-    size = tokens_of(shape, sizes, batch) * shape.width * ITEMSIZE[sizes.precision]
-    size /= sizes.tensor if sizes.sequence_parallel else 1
-    messages = MESSAGES
-    if isinstance(shape, MLPShape) and not sizes.recompute:  # its layers' activations are outputs alone
-        messages += theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, 0)
-    return replace(fullest, in_flight=messages * size)
+    of_ranks = (memory_of_rank(shape, sizes, batch, rank, autocast) for rank in fullest_ranks(sizes))
+    return max(of_ranks, key=lambda memory: memory.total)
 
 
 def memory_of_rank(
@@ -76,22 +62,23 @@ def memory_of_rank(
     parameter, gradient, optimizer_state = state_bytes(sizes, autocast)
     full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
     state = formula(sizes.zero, full, sizes.replicas)
-    c, divided = ITEMSIZE[sizes.precision], sizes.tensor if sizes.sequence_parallel else 1
+    c = ITEMSIZE[sizes.precision]
+    stream = tokens * shape.width * c / (sizes.tensor if sizes.sequence_parallel else 1)
     layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     kept = layers * tokens * layer_activations(shape, sizes)
     temporary = 0.0
     if sizes.recompute:  # only inputs are kept: of each layer, or in a pipeline of each stage
         parts = layers if sizes.pipeline == 1 else 1
         temporary += kept / parts  # of one of them, which is computed again
-        kept = parts * tokens * shape.width * c / divided
-    if has_head(sizes, rank):  # the final norm; logits, and their softmax or gradient in float32
-        norm, logits = shape.last_numbers
-        temporary += tokens * (norm * c / divided + logits / sizes.tensor * (c + 4))
+        kept = parts * stream
+    if has_head(sizes, rank):  # logits, and their softmax or gradient in float32
+        temporary += tokens * shape.vocab_size / sizes.tensor * (c + 4)
     if sizes.zero == 3:
-        layer = sum(shape.dense_parameters) + sum(shape.expert_parameters)
+        layer = shape.dense_parameters + shape.expert_parameters
         temporary += layer / sizes.tensor * (2 * parameter + gradient)
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
-    return Memory(state.parameters, state.gradients, state.optimizer_state, held * kept, temporary)
+    buffers = RUNTIME_BYTES + MESSAGES * stream * (sizes.pipeline > 1)
+    return Memory(state.parameters, state.gradients, state.optimizer_state, held * kept, temporary, buffers)
 
 
 def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
@@ -99,42 +86,16 @@ def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
 
     For a GPT in 16 bit with dropout and no fused attention, s b tokens have s b h (10 + 24/t + 5 a s / (h t))
     bytes, equation 2 of Korthikanti et al., with t tensor ranks, a heads and width h. With sequence
-    parallelism all terms are divided by t, equation 4. With all-to-alls along the context axis there are two
-    outputs of attention: before the second all-to-all and after it.
+    parallelism all terms are divided by t, equation 4.
     """
-    c = ITEMSIZE[sizes.precision]
-    kept = shape.kept_bytes(c).on_a_rank(sizes.tensor, sizes.sequence_parallel)
-    exchanged = sizes.context > 1 and sizes.attention == "all_to_all"
-    return kept + exchanged * shape.query_width * c / sizes.tensor
+    return on_a_rank(shape.kept_bytes(ITEMSIZE[sizes.precision]), sizes)
 
 
-def _deferred(shape: AnyShape, sizes: ParallelSizes, batch: int, rank: int) -> float:
-    """Return what a rank holds for weight gradients that it computes later, beyond its activations.
-
-    A weight gradient needs the layer's input and the gradient of its output. In a transformer both together
-    are as large as the activations, and an input gradient frees all others, so nothing is added. In an MLP
-    they are twice as large. With recomputation the activations are there only from the input gradient on.
-    With tensor parallelism no weight gradient is deferred: column-parallel layers compute both at once.
-    """
-    after = 2.0 if isinstance(shape, MLPShape) else 1.0
-    splits = sizes.schedule in ("zb_h1", "zb_v") and sizes.pipeline > 1 and sizes.tensor == 1
-    if not splits or (after == 1 and not sizes.recompute):
-        return 0.0
-    schedule = sizes.schedule, sizes.pipeline, sizes.microbatches
-    most = _most_held(*schedule, 0.0 if sizes.recompute else 1.0, after)[rank]
-    held = 1 if sizes.recompute else theory.held(*schedule, sizes.chunks, rank)
-    layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)
-    kept = layers * tokens_of(shape, sizes, batch) * layer_activations(shape, sizes)
-    return max(0.0, most - held) * kept
-
-
-@cache
-def _most_held(schedule: str, pipeline: int, microbatches: int, before: float, after: float) -> list[float]:
-    """Return how many microbatches each rank holds at most while weight gradients wait: `before` of one from
-    its forward to its input gradient, and `after` of one from there to its weight gradient."""
-    change = {FORWARD: before, INPUT_GRADIENT: after - before, WEIGHT_GRADIENT: -after}
-    table = table_of(schedule, pipeline, microbatches)
-    return [max(accumulate(change[action.kind] for action in row)) for row in table]
+def on_a_rank(numbers: tuple[float, float], sizes: ParallelSizes) -> float:
+    """Return what a tensor rank has: a share of the first number, and the second one in full, unless with
+    sequence parallelism the ranks divide the tokens."""
+    divided, replicated = numbers
+    return divided / sizes.tensor + replicated / (sizes.tensor if sizes.sequence_parallel else 1)
 
 
 def state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]:
@@ -177,20 +138,18 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
 
 
 def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
-    """Return the number of parameters of a rank: those of its pipeline rank, divided by the tensor axis.
+    """Return the number of parameters of a rank: its layers, divided by the tensor axis, and its experts.
 
-    Norms, routers, some biases and learned positions are not divided. Of the experts it has its share.
+    Norms, routers, some biases and learned positions count as divided, too: in a large model they are few.
     """
-    layers, t = layers_of(shape, sizes, rank), sizes.tensor
-    numbers = layers * shape.dense_parameters.on_a_rank(t) + experts_of(shape, sizes, rank)
+    numbers = layers_of(shape, sizes, rank) * shape.dense_parameters
     if rank == 0:
-        numbers += shape.first_parameters.on_a_rank(t)
+        numbers += shape.first_parameters
     if has_head(sizes, rank) and not (rank == 0 and shape.tied):
-        numbers += shape.head_parameters / t
-    return numbers
+        numbers += shape.head_parameters
+    return numbers / sizes.tensor + experts_of(shape, sizes, rank)
 
 
 def experts_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank's experts, of which expert ranks have equal shares."""
-    layers = layers_of(shape, sizes, rank)
-    return layers * shape.expert_parameters.on_a_rank(sizes.tensor) / sizes.expert_ranks
+    return layers_of(shape, sizes, rank) * shape.expert_parameters / sizes.tensor / sizes.expert_ranks

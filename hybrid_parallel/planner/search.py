@@ -80,7 +80,7 @@ def plans(
     for what, number in (("devices", devices), ("examples in a step", batch)):
         if number < 1:
             raise WorkbookError(f"The number of {what} is {number}; it must be at least 1.")
-    model, usable = TimeModel(shape, machine, batch), USABLE * machine.device.memory_bytes
+    model, usable = TimeModel(shape, machine, batch), USABLE * machine.memory_bytes
     found = []
     for sizes in candidates(shape, machine, devices, batch, {"precision": precision} | dict(given)):
         memory = predict_memory(shape, sizes, batch, machine.autocast)

@@ -1,8 +1,5 @@
 """Describe a model by the numbers that decide its memory and its time.
 
-    shape_of("llama-3-8b")             a name of SHAPES, or a model of this workbook (lab/models/model.py)
-    shape_of("checkpoint/config.json") the configuration of a Hugging Face model on disk
-
 A transformer's layer is attention and a feed-forward network, each with a norm before it. With d the model's
 width, f the feed-forward width, q and k the widths of all query heads and of all key heads, v the vocabulary:
 
@@ -10,32 +7,20 @@ width, f the feed-forward width, q and k the widths of all query heads and of al
     feed-forward     2 f d, gated 3 f d            one for each expert, with d numbers of the router for each
     embeddings       v d, and v d for an untied head
 
-Tensor parallelism divides some of a layer's numbers, and the others are on all its ranks: see `Numbers`.
+What a layer keeps and moves has two parts: one that the ranks of a tensor axis divide, and one that is on all
+of them.
 """
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from lab.launch.errors import WorkbookError, reason
+from lab.launch.errors import WorkbookError
 from lab.models.model import SIZES, GPTConfig, MLPConfig
-
-
-class Numbers(NamedTuple):
-    """Counts numbers that tensor ranks divide among them, and those that each tensor rank has in full."""
-
-    divided: float
-    replicated: float
-
-    def on_a_rank(self, tensor: int, divides_tokens: bool = False) -> float:
-        """Return how many a tensor rank has. If the ranks divide tokens, nothing is replicated."""
-        return self.divided / tensor + self.replicated / (tensor if divides_tokens else 1)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Holds the sizes of a decoder-only transformer. Raise WorkbookError if they cannot belong together.
+    """Holds the sizes of a decoder-only transformer.
 
     `active_experts` of the `experts` process a token; one expert means a dense model. `positions` is the
     number of learned position embeddings. `learns_bias` says whether linear layers and norms have a bias.
@@ -48,9 +33,9 @@ class ModelShape:
     num_heads: int
     vocab_size: int
     sequence_length: int
-    num_kv_heads: int | None = None
-    head_width: int | None = None
-    feed_forward_width: int | None = None
+    num_kv_heads: int | None = None  # None: one for each query head
+    head_width: int | None = None  # None: the heads divide the width
+    feed_forward_width: int | None = None  # None: four times the width
     gated: bool = False
     tied: bool = True
     learns_bias: bool = True
@@ -60,25 +45,10 @@ class ModelShape:
     active_experts: int = 1
     fused_attention: bool = True
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < (name == "positions") ^ 1:
-                raise WorkbookError(f"{name} of a model is {value}; it must be at least 1.")
-        if self.num_heads % self.kv_heads:
-            raise WorkbookError(
-                f"A model of {self.num_heads} query heads cannot have {self.kv_heads} key and value heads."
-            )
-        if self.head_width is None and self.width % self.num_heads:
-            raise WorkbookError(f"{self.num_heads} heads must divide the width {self.width} of a model.")
-        if self.active_experts > self.experts:
-            raise WorkbookError(
-                f"{self.active_experts} active experts are more than the model's {self.experts} experts."
-            )
-
     @property
     def kv_heads(self) -> int:
-        """Return the number of key and value heads: by default one for each query head."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        """Return the number of key and value heads."""
+        return self.num_kv_heads or self.num_heads
 
     @property
     def query_width(self) -> int:
@@ -92,36 +62,37 @@ class ModelShape:
 
     @property
     def inner_width(self) -> int:
-        """Return the width of the feed-forward network: by default four times the model's."""
-        return 4 * self.width if self.feed_forward_width is None else self.feed_forward_width
+        """Return the width of the feed-forward network."""
+        return self.feed_forward_width or 4 * self.width
 
     @property
-    def _feed_forward(self) -> Numbers:
-        matrices = 3 if self.gated else 2
-        bias = (matrices - 1) * self.inner_width if self.learns_bias else 0
-        return Numbers(matrices * self.width * self.inner_width + bias, self.width * self.learns_bias)
+    def _matrices(self) -> int:
+        """Return the number of matrices of a feed-forward network."""
+        return 3 if self.gated else 2
 
     @property
-    def expert_parameters(self) -> Numbers:
+    def _feed_forward(self) -> int:
+        biases = (self._matrices - 1) * self.inner_width + self.width
+        return self._matrices * self.width * self.inner_width + self.learns_bias * biases
+
+    @property
+    def expert_parameters(self) -> int:
         """Return the parameters of all experts of a layer. The feed-forward of a dense model is no expert."""
-        if self.experts == 1:
-            return Numbers(0, 0)
-        return Numbers(*(self.experts * number for number in self._feed_forward))
+        return self.experts * self._feed_forward if self.experts > 1 else 0
 
     @property
-    def dense_parameters(self) -> Numbers:
+    def dense_parameters(self) -> int:
         """Return the parameters of a layer without its experts."""
         projected = self.query_width + 2 * self.kv_width
-        divided = self.width * (self.query_width + projected) + projected * self.learns_bias
-        replicated = (5 if self.learns_bias else 2) * self.width  # two norms, the bias after attention
-        if self.experts > 1:
-            return Numbers(divided, replicated + self.width * self.experts)  # the router
-        return Numbers(divided + self._feed_forward[0], replicated + self._feed_forward[1])
+        attention = self.width * (self.query_width + projected) + (projected + self.width) * self.learns_bias
+        norms = (4 if self.learns_bias else 2) * self.width
+        router = self.width * self.experts
+        return attention + norms + (router if self.experts > 1 else self._feed_forward)
 
     @property
-    def first_parameters(self) -> Numbers:
+    def first_parameters(self) -> int:
         """Return the parameters before the first layer: tokens and positions."""
-        return Numbers(self.vocab_size * self.width, self.positions * self.width)
+        return (self.vocab_size + self.positions) * self.width
 
     @property
     def head_parameters(self) -> int:
@@ -129,25 +100,18 @@ class ModelShape:
         return self.vocab_size * self.width
 
     @property
-    def num_parameters(self) -> float:
+    def num_parameters(self) -> int:
         """Return the number of all parameters; tied weights count once."""
-        layers = self.num_layers * (sum(self.dense_parameters) + sum(self.expert_parameters))
+        layers = self.num_layers * (self.dense_parameters + self.expert_parameters)
         final_norm = (2 if self.learns_bias else 1) * self.width
-        return layers + sum(self.first_parameters) + final_norm + (not self.tied) * self.head_parameters
+        return layers + self.first_parameters + final_norm + (not self.tied) * self.head_parameters
 
     @property
     def active_weights(self) -> int:
         """Return the number of weights of a layer that one token is multiplied with."""
         attention = self.width * (2 * self.query_width + 2 * self.kv_width)
-        expert = (3 if self.gated else 2) * self.width * self.inner_width
         router = self.width * self.experts if self.experts > 1 else 0
-        return attention + self.active_experts * expert + router
-
-    @property
-    def column_weights(self) -> int:
-        """Return the number of a layer's active weights that tensor parallelism divides by their outputs."""
-        inner = self.active_experts * self.inner_width
-        return self.width * (self.query_width + 2 * self.kv_width + inner)
+        return attention + router + self.active_experts * self._matrices * self.width * self.inner_width
 
     @property
     def end_weights(self) -> tuple[int, int]:
@@ -155,43 +119,37 @@ class ModelShape:
         return 0, self.head_parameters
 
     @property
-    def last_numbers(self) -> tuple[int, int]:
-        """Return the numbers that the last stage holds for each token: of its norm, and the logits."""
-        return 2 * self.width, self.vocab_size
-
-    @property
     def reductions(self) -> float:
         """Return how often the tensor axis adds up a token's width: after attention and each expert."""
         return 1.0 + self.active_experts
 
-    def kept_bytes(self, c: int) -> Numbers:
-        """Return the bytes that a layer keeps of a token for its backward, with numbers of c bytes."""
-        mask = 1 if self.dropout else 0
+    def kept_bytes(self, c: int) -> tuple[float, float]:
+        """Return the bytes that a layer keeps of a token for its backward, with numbers of c bytes: those
+        that tensor ranks divide, and the others."""
         # The inputs of both norms, their outputs, and the masks of both residual branches.
-        replicated = 4 * self.width * c + 2 * self.width * mask
+        replicated = 4 * self.width * c + 2 * self.width * self.dropout
         divided = (2 * self.query_width + 2 * self.kv_width) * c  # queries, keys, values; attention's output
         # A feed-forward keeps what goes into and comes out of its activation; a gated one also the gate.
-        divided += self.active_experts * (3 if self.gated else 2) * self.inner_width * c
+        divided += self.active_experts * self._matrices * self.inner_width * c
         if self.experts > 1:  # what goes to each expert, what comes back, and that times its weight
             replicated += 3 * self.active_experts * self.width * c
         if not self.fused_attention:
-            divided += self.num_heads * self.sequence_length * (2 * c + mask)
-        return Numbers(divided, replicated)
+            divided += self.num_heads * self.sequence_length * (2 * c + self.dropout)
+        return divided, replicated
 
-    def moved_bytes(self, c: int) -> Numbers:
+    def moved_bytes(self, c: int) -> tuple[float, float]:
         """Return the bytes that a layer's forward reads and writes for a token outside of matrix products."""
-        mask = 1 if self.dropout else 0
         # Two norms read and write; two residual branches read two numbers and write one, and a mask.
-        replicated = (4 + 6) * self.width * c + 2 * self.width * mask
-        divided = self.active_experts * (3 if self.gated else 2) * self.inner_width * c
+        replicated = (4 + 6) * self.width * c + 2 * self.width * self.dropout
+        divided = self.active_experts * self._matrices * self.inner_width * c
         if self.experts > 1:  # copied when it is sent, multiplied by a weight, and added to the token
             replicated += (2 + 2 + 3) * self.active_experts * self.width * c
         if not self.positions:  # rotary embeddings read and write queries and keys
             divided += 2 * (self.query_width + self.kv_width) * c
         if not self.fused_attention:
             # Scores: written by one product; read and written by softmax and by dropout; read by the other.
-            divided += self.num_heads * self.sequence_length * ((6 if mask else 4) * c + mask)
-        return Numbers(divided, replicated)
+            divided += self.num_heads * self.sequence_length * ((6 if self.dropout else 4) * c + self.dropout)
+        return divided, replicated
 
     def flops_per_token(self, causal: bool = False) -> float:
         """Return the floating-point operations of a token in one step: a forward, and a backward twice it.
@@ -207,7 +165,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MLPShape(MLPConfig):
-    """Describes an MLP by the numbers of a ModelShape. An example counts as one token.
+    """Describes an MLP by the numbers of a ModelShape. An example counts as one token, a class as one logit.
 
     A layer is a linear layer and a ReLU, and all layers count as equal: what the first and the last one have
     less stands where a transformer has its embedding and its head, as a negative number. Two layers in a row
@@ -215,67 +173,51 @@ class MLPShape(MLPConfig):
     """
 
     sequence_length: ClassVar[int] = 1
-    kv_heads: ClassVar[int] = 1
     query_width: ClassVar[int] = 0  # an MLP has no attention
     kv_width: ClassVar[int] = 0
     experts: ClassVar[int] = 1
     active_experts: ClassVar[int] = 1
+    expert_parameters: ClassVar[int] = 0
     tied: ClassVar[bool] = False
     fused_attention: ClassVar[bool] = True
     reductions: ClassVar[float] = 0.5
-    expert_parameters: ClassVar[Numbers] = Numbers(0, 0)
 
     @property
-    def dense_parameters(self) -> Numbers:
-        """Return the parameters of a layer. Of two layers, the tensor axis does not divide one bias."""
-        return Numbers(self.width**2 + self.width / 2, self.width / 2)
+    def vocab_size(self) -> int:
+        return self.outputs
 
     @property
     def active_weights(self) -> int:
-        """Return the number of weights of a layer that an example is multiplied with."""
         return self.width**2
 
     @property
-    def column_weights(self) -> float:
-        """Return the mean number of a layer's weights that are divided by their outputs."""
-        return self.width**2 / 2
-
-    @property
     def end_weights(self) -> tuple[int, int]:
-        """Return by how much the first and the last layer have more weights than another one."""
         return (self.inputs - self.width) * self.width, (self.outputs - self.width) * self.width
 
     @property
-    def first_parameters(self) -> Numbers:
-        """Return by how much the first layer has more parameters than another one."""
-        return Numbers(self.end_weights[0], 0)
+    def dense_parameters(self) -> int:
+        return self.width**2 + self.width
+
+    @property
+    def first_parameters(self) -> int:
+        return self.end_weights[0]
 
     @property
     def head_parameters(self) -> int:
-        """Return by how much the last layer has more parameters than another one."""
         return self.end_weights[1] + self.outputs - self.width
 
     @property
-    def num_parameters(self) -> float:
-        """Return the number of all parameters."""
-        return self.num_layers * sum(self.dense_parameters) + self.end_weights[0] + self.head_parameters
-
-    @property
-    def last_numbers(self) -> tuple[int, int]:
-        """Return the numbers that the last stage holds for each example, besides those of layers: outputs."""
-        return 0, self.outputs
+    def num_parameters(self) -> int:
+        return self.num_layers * self.dense_parameters + self.first_parameters + self.head_parameters
 
     def flops_per_token(self, causal: bool = False) -> float:
-        """Return the floating-point operations of an example in one step: 6 for each weight."""
         return 6.0 * (self.num_layers * self.active_weights + sum(self.end_weights))
 
-    def kept_bytes(self, c: int) -> Numbers:
-        """Return the bytes of a layer's output. Those of every second layer are divided."""
-        return Numbers(self.width * c / 2, self.width * c / 2)
+    def kept_bytes(self, c: int) -> tuple[float, float]:
+        return self.width * c / 2, self.width * c / 2  # a layer's output; those of every second are divided
 
-    def moved_bytes(self, c: int) -> Numbers:
-        """Return the bytes that the ReLU of a layer reads and writes for an example."""
-        return Numbers(self.width * c, self.width * c)
+    def moved_bytes(self, c: int) -> tuple[float, float]:
+        return self.width * c, self.width * c  # the ReLU reads and writes
 
 
 AnyShape = ModelShape | MLPShape
@@ -301,26 +243,22 @@ SHAPES = {
 
 
 def shape_of(model: str, **changes: Any) -> AnyShape:
-    """Return a named model's shape, or that of a config.json, with changes, or raise WorkbookError."""
+    """Return the shape of a model of SHAPES or of this workbook, with changes, or raise WorkbookError."""
     if model in SHAPES:
         return replace(SHAPES[model], **changes)
     if model == "mlp":
         return replace(MLPShape(), **changes)
     if model in SIZES:
         return replace(shape_of_config(SIZES[model]), **changes)
-    if Path(model).suffix == ".json":
-        return replace(read_shape(Path(model)), **changes)
     raise WorkbookError(
-        f"There is no model {model!r}: choose one of {', '.join([*SHAPES, *SIZES, 'mlp'])}, or give a "
-        "Hugging Face config.json."
+        f"There is no model {model!r}: choose one of {', '.join([*SHAPES, *SIZES, 'mlp'])}, or add its sizes "
+        "to SHAPES in hybrid_parallel/planner/shapes.py."
     )
 
 
 def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_experts: int = 1) -> AnyShape:
-    """Return the shape of a model of this workbook. Raise WorkbookError for experts that it cannot have."""
+    """Return the shape of a model of this workbook."""
     if isinstance(config, MLPConfig):
-        if experts > 1:
-            raise WorkbookError(f"experts is {experts}, and an MLP has no blocks to put them in; take a gpt.")
         return MLPShape(**vars(config))
     return ModelShape(
         config.num_layers,
@@ -335,53 +273,3 @@ def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_expe
         experts=experts,
         active_experts=active_experts,
     )
-
-
-# Fields of ModelShape, with their names in the configurations of transformers' Llama and GPT-2.
-NAMES = {
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "width": ("hidden_size", "n_embd"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "vocab_size": ("vocab_size", "vocab_size"),
-    "sequence_length": ("max_position_embeddings", "n_positions"),
-    "feed_forward_width": ("intermediate_size", "n_inner"),
-    "num_kv_heads": ("num_key_value_heads", ""),
-    "head_width": ("head_dim", ""),
-    "experts": ("num_local_experts", ""),
-    "active_experts": ("num_experts_per_tok", ""),
-}
-REQUIRED = ("num_layers", "width", "num_heads", "vocab_size", "sequence_length")
-KINDS = ("gpt2", "llama", "mistral", "qwen2", "mixtral")  # all but the first have Llama's names
-
-
-def read_shape(path: Path) -> ModelShape:
-    """Return the shape that a Hugging Face config.json describes; raise WorkbookError for another kind."""
-    try:
-        given = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise WorkbookError(f"There is no file {path}.") from None
-    except (OSError, ValueError) as error:
-        raise WorkbookError(f"{path} cannot be read: {reason(error)}.") from None
-    kind = given.get("model_type") if isinstance(given, dict) else None
-    if kind not in KINDS:
-        raise WorkbookError(
-            f"{path} describes a model of type {kind!r}, which the planner does not know; known are "
-            f"{', '.join(KINDS)}."
-        )
-    sizes: dict[str, Any] = {}
-    old = kind == "gpt2"
-    for name, names in NAMES.items():
-        theirs = names[old]
-        value = given.get(theirs)
-        if type(value) is int:
-            sizes[name] = value
-        elif value is not None or name in REQUIRED:
-            raise WorkbookError(f"{path}: {theirs} is {value!r}; it must be an integer.")
-    tied = bool(given.get("tie_word_embeddings", old))
-    positions = sizes["sequence_length"] if old else 0
-    try:
-        return ModelShape(
-            **sizes, gated=not old, tied=tied, learns_bias=old, positions=positions, dropout=old
-        )
-    except WorkbookError as error:
-        raise WorkbookError(f"{path}: {error}") from None

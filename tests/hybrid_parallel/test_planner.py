@@ -32,7 +32,7 @@ def on_8_devices() -> list[Plan]:
 
 
 def with_memory(machine: Machine, num_bytes: float) -> Machine:
-    return replace(machine, device=replace(machine.device, memory_bytes=num_bytes))
+    return replace(machine, memory_bytes=num_bytes)
 
 
 def values(found: list[Plan], field: str) -> set[object]:
@@ -52,7 +52,7 @@ def test_plans_come_in_order_and_those_that_do_not_fit_at_the_end():
     assert found[: len(fit)] == fit and len(fit) < len(found)
     steps = [plan.step_seconds for plan in fit]
     assert all(a <= b * 1.001 for a, b in pairwise(steps))
-    rest, usable = [plan.memory_bytes for plan in found[len(fit) :]], 0.95 * H100.device.memory_bytes
+    rest, usable = [plan.memory_bytes for plan in found[len(fit) :]], 0.95 * H100.memory_bytes
     assert rest == sorted(rest)
     assert max(plan.memory_bytes for plan in fit) <= usable < min(rest)
 
@@ -142,7 +142,7 @@ def test_impossible_inputs_are_refused_in_a_sentence(devices: int, batch: int, g
 def test_no_plan_fits_is_said_with_the_smallest_need():
     found = plans(SHAPES["llama-3-405b"], H100, 8, 8)
     with pytest.raises(WorkbookError, match=r"No plan fits: the smallest one needs \d.* (TB|GB) per device"):
-        choose(found, H100.device.memory_bytes)
+        choose(found, H100.memory_bytes)
 
 
 def test_the_table_shows_the_choice_its_step_and_the_axes_that_a_plan_uses(capsys):
