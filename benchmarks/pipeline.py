@@ -70,7 +70,7 @@ class Training:
         self.pipeline: OwnStages
         if self.by_torch:
             rank_of = placement(table)
-            stages = balanced_stages(model, len(rank_of), example)
+            stages = balanced_stages(model, len(rank_of))
             self.pipeline = OwnStages(stages, num_microbatches(table), loss_of, example, rank_of)
             self.step = TorchSchedule(self.pipeline, self.schedule).step
         else:

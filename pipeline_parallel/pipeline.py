@@ -53,7 +53,7 @@ from pipeline_parallel.actions import (
     num_microbatches,
     placement,
 )
-from pipeline_parallel.balance import Costs, balanced_stages
+from pipeline_parallel.balance import Balance, balanced_stages
 from pipeline_parallel.deferred import Later, compute_gradients, deferring
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
 from pipeline_parallel.own_stages import OwnStages
@@ -67,8 +67,8 @@ class Pipeline(OwnStages):
     """Holds this rank's stages of `model`, which run on the ranks of `group` by the schedule `table`.
 
     `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks.
-    `example` is a microbatch of the input. `costs` and `split` say how the model is cut (balance.py), and the
-    other options are those of OwnStages.
+    `example` is a microbatch of the input. `balance` says how the model is cut (balance.py), and the other
+    options are those of OwnStages.
 
     Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
     stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
@@ -83,13 +83,12 @@ class Pipeline(OwnStages):
         loss_of: LossOf,
         example: Tensor,
         group: dist.ProcessGroup | None = None,
-        costs: Costs = None,
-        split: Sequence[int] | None = None,
+        balance: Balance = "layers",
         recompute: bool = False,
         tick: float | None = None,
     ) -> None:
         rank_of, microbatches = placement(table), num_microbatches(table)
-        stages = balanced_stages(model, len(rank_of), example, costs, split, group)
+        stages = balanced_stages(model, len(rank_of), balance)
         super().__init__(stages, microbatches, loss_of, example, rank_of, group, recompute, tick)
         self.table = table
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)

@@ -47,7 +47,7 @@ class BalancedArgs(BalanceArgs, Args):
 def main(cluster: Cluster, args: BalancedArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_1f1b")
     p, m = cluster.world_size, args.microbatches
-    pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, costs=args.costs, **options)
+    pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):

@@ -54,7 +54,7 @@ class InterleavedArgs(BalanceArgs, Args):
 def main(cluster: Cluster, args: InterleavedArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_interleaved")
     p, m, v = cluster.world_size, args.microbatches, args.chunks
-    pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, costs=args.costs, **options)
+    pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):

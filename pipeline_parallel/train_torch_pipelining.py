@@ -131,7 +131,7 @@ def main(cluster: Cluster, args: Args) -> None:
     run, model, options = begin(cluster, args, "pipeline_native")
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
     rank_of, m = placement(table), args.microbatches
-    stages = balanced_stages(model, len(rank_of), options["example"], args.costs)
+    stages = balanced_stages(model, len(rank_of), args.balance)
     pipeline = OwnStages(stages, m, loss_of, rank_of=rank_of, **options)
     native = TorchSchedule(pipeline, args.schedule)
     optimizer = run.optimizer(pipeline)

@@ -51,7 +51,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_zero_bubble")
     p, m = cluster.world_size, args.microbatches
     table = {"zb_h1": zb_h1, "zb_v": zb_v}[args.schedule](p, m)
-    pipeline = Pipeline(model, table, loss_of, costs=args.costs, **options)
+    pipeline = Pipeline(model, table, loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):

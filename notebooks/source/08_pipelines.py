@@ -378,8 +378,8 @@ uneven.compare(round(slow.makespan / 0.05))
 # Only one stage of three became slower, and the step takes 40 ticks instead of 24: in each round the ranks wait for the
 # slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
 # (6 + 2) · 4 = 32 ticks. So where you cut the model matters more than the schedule.
-# [pipeline_parallel/balance.py](../pipeline_parallel/balance.py) cuts by the number of blocks or parameters, by the measured time
-# of each part, or by your own numbers. For a GPT of ten blocks:
+# [pipeline_parallel/balance.py](../pipeline_parallel/balance.py) cuts by the number of layers or of parameters. For a GPT of
+# ten blocks:
 
 # %%
 from lab.models.model import GPT, GPTConfig
@@ -389,9 +389,9 @@ from lab.models.parts import parts_of
 gpt = GPT(GPTConfig.named("tiny", num_layers=10))
 parts = parts_of(gpt)
 names = ["embedding", *(f"block {i}" for i in range(10)), "head"]
-for by in (None, "parameters"):
+for by in ("layers", "parameters"):
     stages = cut(costs_of(gpt, parts, by), 3)
-    print(f"by {by or 'blocks':<12}", " | ".join(f"{names[one.start]} to {names[one.stop - 1]}" for one in stages))
+    print(f"by {by:<12}", " | ".join(f"{names[one.start]} to {names[one.stop - 1]}" for one in stages))
 
 # %% [markdown]
 # ## A smaller bubble

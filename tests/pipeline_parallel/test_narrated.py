@@ -99,7 +99,7 @@ def test_one_f_one_b_equals_one_process():
 
     def work(cluster: Cluster) -> None:
         # Each rank makes the full model and keeps its own stage of it: two modules, two modules, one module.
-        pipeline = Pipeline(model, table, cross_entropy, example=x[:2], split=[2, 2, 1])
+        pipeline = Pipeline(model, table, cross_entropy, example=x[:2])
         assert list(pipeline.stages) == [str(cluster.rank)]
 
         # Note when the stage computes a forward, and when the gradient of its result arrives.
@@ -181,7 +181,7 @@ def test_zero_bubble_equals_one_process():
     )
 
     def work(cluster: Cluster) -> None:
-        pipeline = Pipeline(model, table, cross_entropy, example=x[:2], split=[2, 2, 1])
+        pipeline = Pipeline(model, table, cross_entropy, example=x[:2])
         own = pipeline.named_own_parameters()
 
         # Note at each forward whether the weights have a gradient yet.

@@ -103,11 +103,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
         pipeline = Pipeline(model, table, loss_of, x[:2])
         calls = [
             lambda: Pipeline(model, one_f_one_b(2, 2), loss_of, x),
-            lambda: Pipeline(model, table, loss_of, x, split=[3, 2]),
-            lambda: Pipeline(model, table, loss_of, x, split=[3, 2, 0]),
             lambda: Pipeline(mlp(2), table, loss_of, x),
-            lambda: Pipeline(model, table, loss_of, x, costs=[1.0, 2.0]),
-            lambda: Pipeline(model, table, loss_of, x, costs="weight"),
             lambda: Pipeline(nn.Linear(2, 2), table, loss_of, x),
             lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
             lambda: pipeline.step(x[:3], y[:3]),
@@ -119,11 +115,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
     assert all(other == first for other in others)
     starts = (
         "The schedule is for 2 ranks, and there are 3.",
-        "split=[3, 2] does not divide the model's 5 parts into 3 stages",
-        "split=[3, 2, 0] does not divide",
         "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
-        "costs has 2 numbers, and the model has 5 parts.",
-        "costs='weight' is unknown",
         "A Linear cannot be cut into stages: give an nn.Sequential",
         "Stages of three ranks share a parameter",
         "The pipeline was made for x and y of 4 rows, in 2 microbatches, and got 3 and 3",

@@ -64,10 +64,10 @@ def test_every_parameter_is_in_a_stage_under_its_name_in_the_model_and_is_the_mo
 
 def test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks():
     model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1), nn.Linear(1, 1), nn.Linear(1, 10))
-    assert costs_of(model, parts_of(model), None) == [110, 0, 11, 2, 20]
+    assert costs_of(model, parts_of(model), "layers") == [110, 0, 11, 2, 20]
     assert cut([110, 0, 11, 2, 20], 2) == [range(2), range(2, 5)]
     small = gpt(num_layers=2)
-    assert costs_of(small, parts_of(small), None) == [0, 1, 1, 0]
+    assert costs_of(small, parts_of(small), "layers") == [0, 1, 1, 0]
     embedding, *blocks, head = costs_of(small, parts_of(small), "parameters")
     assert embedding == 13 * 8 + 5 * 8 and head == 13 * 8 + 16 and len(set(blocks)) == 1
 
