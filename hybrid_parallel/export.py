@@ -9,11 +9,10 @@
     model = GPT(config)
     model.load_state_dict(safetensors.torch.load_file("gpt.safetensors"))
 
-It needs memory for the full model.
+It needs memory for twice the full model.
 """
 
 import os
-import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from pathlib import Path
 
 import torch
 import tyro
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from lab.launch.errors import WorkbookError, reason
 from training import checkpoint
@@ -56,15 +54,12 @@ def export(folder: Path, out: Path) -> int:
     full |= {name: full[first].clone() for name, first in tied.items() if first in full}
     partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        save_file(full, partial)
-        with partial.open("rb+") as file:
+        with partial.open("wb") as file:
+            file.write(save(full))
             os.fsync(file.fileno())
         os.replace(partial, out)
-    except (OSError, SafetensorError) as error:
-        # safetensors puts the system's reason into its own text.
-        systems = re.search(r"I/O error: (.+?) \(os error \d+\)", str(error))
-        why = systems[1] if systems else reason(error)
-        raise WorkbookError(f"cannot write {out}: {why}") from error
+    except OSError as error:
+        raise WorkbookError(f"cannot write {out}: {reason(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
     return len(full)

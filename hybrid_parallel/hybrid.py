@@ -98,7 +98,9 @@ class HybridParallel(nn.Module):
             self.pipeline = self.module = Pipeline(
                 model, table, self.loss_of, example, mesh.pipeline, recompute=sizes.recompute
             )
-            _free_other_stages(model, self.pipeline)
+            # `plain` stays: it says what model this is, and TensorParallel and the caller refer to it, too.
+            for parameter in {*model.parameters()} - {*self.pipeline.parameters()}:
+                parameter.data = parameter.data.new_empty(0)  # it belongs to another rank's stage
         self._replicate(optimizer_class, options)
         self.terms: TensorParallel | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
@@ -127,9 +129,9 @@ class HybridParallel(nn.Module):
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
         With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
-        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. Raise
-        WorkbookError if there are gradients already, because completed ones must not be completed again.
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
         """
+        # Gradients that are complete must not be completed again.
         if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise WorkbookError(
                 "There are gradients of an earlier backward; call optimizer.zero_grad() first."
@@ -191,10 +193,7 @@ class HybridParallel(nn.Module):
         assert self.pipeline is not None
         with self._no_sync():
             loss = self.pipeline.step(x, y)
-        total = torch.zeros((), dtype=torch.float64, device=x.device)
-        if loss is not None:
-            total += loss
-        return total
+        return torch.zeros((), dtype=torch.float64, device=x.device) if loss is None else loss.double()
 
     def in_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are."""
@@ -285,18 +284,8 @@ class HybridParallel(nn.Module):
     def named_own_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by all names that they have in the full model.
 
-        A tied parameter has both names, or in a pipeline only that of this rank's copy. With ZeRO 3 the
-        parameters have their values only inside of `gathered()`.
+        A tied parameter has both names, or in a pipeline only that of this rank's copy.
         """
         if self.pipeline is not None:
             return self.pipeline.named_own_parameters()
         return dict(self.plain.named_parameters(remove_duplicate=False))
-
-
-def _free_other_stages(model: nn.Module, pipeline: Pipeline) -> None:
-    """Free the parameters of other ranks' stages, which this rank does not need."""
-    # `plain` stays: it says what model this is, and TensorParallel and the caller refer to all of it, too.
-    own = set(pipeline.parameters())
-    for parameter in model.parameters():
-        if parameter not in own:
-            parameter.data = parameter.data.new_empty(0)

@@ -52,10 +52,9 @@ def coordinates_of(rank: int, sizes: ParallelSizes) -> dict[str, int]:
 
 
 def stream_of(rank: int, sizes: ParallelSizes) -> int:
-    """Return the number of a rank's stream of random numbers. Ranks of one stream draw equal dropout masks.
+    """Return the number of a rank's stream of random numbers, from which it draws its dropout masks.
 
-    Replicas and stages draw masks of their own. The ranks of a tensor group hold the same activations, and
-    need the same masks; where each holds a part of one, tensor_parallel/parallelize.py makes masks differ.
+    The ranks of a tensor group hold the same activations, and need the same masks.
     """
     return rank // sizes.tensor
 
@@ -74,18 +73,15 @@ def groups_of(axis: str, sizes: ParallelSizes) -> list[list[int]]:
 
 def replicas_of(sizes: ParallelSizes) -> list[list[int]]:
     """Return the groups of ranks that differ in their places along the data and context axes only."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(sizes.world_size):
-        place = coordinates_of(rank, sizes)
-        groups.setdefault((place["pipeline"], place["tensor"]), []).append(rank)
-    return list(groups.values())
+    stage = sizes.replicas * sizes.tensor  # the ranks of a stage have consecutive numbers
+    firsts = [at + place for at in range(0, sizes.world_size, stage) for place in range(sizes.tensor)]
+    return [list(range(first, first + stage, sizes.tensor)) for first in firsts]
 
 
 class Mesh:
     """Holds the groups that this rank belongs to, and its coordinate along each axis.
 
-    `replicas` are the ranks that train the same parameters with different tokens. All ranks of the job must
-    create the mesh together. Along an axis of size 1 each rank is a group of its own.
+    All ranks of the job must create the mesh together. Along an axis of size 1 each rank is a group.
     """
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
@@ -108,17 +104,10 @@ class Mesh:
         return coordinates_of(self.rank, self.sizes)[axis]
 
     def expert_groups(self) -> ExpertGroups:
-        """Form the groups of replicas that share experts, and of those that hold the same ones.
-
-        All ranks of the job must call it.
-        """
-        each = self.sizes.expert_ranks
-        sharing = [
-            ranks[first : first + each]
-            for ranks in replicas_of(self.sizes)
-            for first in range(0, len(ranks), each)
-        ]
-        same = [ranks[place::each] for ranks in replicas_of(self.sizes) for place in range(each)]
+        """Form the groups that share experts, and those that hold the same ones. All ranks must call it."""
+        each, every = self.sizes.expert_ranks, replicas_of(self.sizes)
+        sharing = [ranks[first : first + each] for ranks in every for first in range(0, len(ranks), each)]
+        same = [ranks[place::each] for ranks in every for place in range(each)]
         return ExpertGroups(self.replicas, _own_group(sharing, "expert"), _own_group(same, "data"))
 
 
@@ -133,22 +122,17 @@ def _own_group(groups: list[list[int]], axis: str) -> dist.ProcessGroup:
 def drawn(sizes: ParallelSizes) -> str:
     """Return a picture of all ranks as above: a row for each replica of a stage, a block for each stage."""
     width = max(len(f"rank {sizes.world_size - 1}"), len(f"tensor {sizes.tensor - 1}")) + 3
-    block = width * sizes.tensor
     names = [
         f"data {place // sizes.context}" + f", context {place % sizes.context}" * (sizes.context > 1)
         for place in range(sizes.replicas)
     ]
     first = max(map(len, names)) + 3
-    stages = "".join(f"stage {p}".ljust(block + 3) for p in range(sizes.pipeline))
-    tensors = "".join(f"tensor {t}".ljust(width) for t in range(sizes.tensor)).ljust(block + 3)
-    lines = [str(sizes), "", " " * first + stages, " " * first + tensors * sizes.pipeline]
-    for place, name in enumerate(names):
-        cells = [
-            "".join(
-                f"rank {(stage * sizes.replicas + place) * sizes.tensor + t}".ljust(width)
-                for t in range(sizes.tensor)
-            ).ljust(block + 3)
-            for stage in range(sizes.pipeline)
-        ]
-        lines.append(name.ljust(first) + "".join(cells))
-    return "\n".join(line.rstrip() for line in lines)
+    columns = [[name.ljust(first) for name in ("", "", *names)]]
+    for stage in range(sizes.pipeline):
+        column = [[f"stage {stage}"], [f"tensor {t}" for t in range(sizes.tensor)]]
+        for place in range(sizes.replicas):
+            rank = (stage * sizes.replicas + place) * sizes.tensor
+            column.append([f"rank {rank + t}" for t in range(sizes.tensor)])
+        block = width * sizes.tensor + 3
+        columns.append(["".join(cell.ljust(width) for cell in row).ljust(block) for row in column])
+    return "\n".join([str(sizes), "", *("".join(row).rstrip() for row in zip(*columns, strict=True))])

@@ -17,7 +17,6 @@ import torch
 from comm.exchange import exchange
 from hybrid_parallel.expert_axis import layers_of
 from hybrid_parallel.hybrid import HybridParallel
-from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from lab.trace.ledger import Entry, Traffic
 from lab.units import show_bytes
@@ -38,10 +37,17 @@ class AxesReport:
             self._run.expect_traffic(traffic, has_mean_loss=True)
 
     def rows(self) -> dict[str, Any]:
-        """Return the sizes, what was sent and expected, and the figures of experts. All ranks call it."""
-        hybrid = self._hybrid
+        """Return the sizes, what each rank sent and should have, and the figures of experts.
+
+        The traffic is that along each axis of several ranks. All ranks must call it.
+        """
+        hybrid, both = self._hybrid, {"sent": counted_by_axis(self._run.traffic), "formula": self._expected}
         rows: dict[str, Any] = {f"axis_{name}": value for name, value in asdict(hybrid.sizes).items()}
-        rows |= figures(counted_by_axis(self._run.traffic), self._expected, hybrid.sizes)
+        for axis in (axis for axis in AXES if hybrid.sizes.ranks_along(axis) > 1):
+            for how, by_axis in both.items():
+                of_ranks = exchange((by_axis[axis].bytes_sent, by_axis[axis].messages_sent))
+                for what, numbers in zip(("bytes", "messages"), zip(*of_ranks, strict=True), strict=True):
+                    rows[f"axis_{axis}_{what}_{how}"] = list(numbers)
         return rows if hybrid.experts is None else rows | expert_figures(hybrid)
 
 
@@ -53,19 +59,6 @@ def counted_by_axis(rows: Mapping[Entry, Traffic]) -> ByAxis:
     return by_axis
 
 
-def figures(counted: ByAxis, expected: ByAxis, sizes: ParallelSizes) -> dict[str, list[int]]:
-    """Return the report's rows for each axis of several ranks: a number for each rank. All ranks call it."""
-    both = counted, expected
-    everyones = exchange([[(of[axis].bytes_sent, of[axis].messages_sent) for axis in AXES] for of in both])
-    rows = {}
-    for at, axis in enumerate(AXES):
-        for unit, what in enumerate(("bytes", "messages")):
-            for kind, how in enumerate(("sent", "formula")):
-                if sizes.ranks_along(axis) > 1:
-                    rows[f"axis_{axis}_{what}_{how}"] = [of_rank[kind][at][unit] for of_rank in everyones]
-    return rows
-
-
 def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
     """Return a table of what a rank of each stage sends along each axis in a step. All ranks call it."""
     sizes, everyones = hybrid.sizes, exchange([expected[axis].bytes_sent for axis in AXES])
@@ -74,8 +67,9 @@ def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
     for at, axis in enumerate(AXES):
         if axis != "expert" and sizes.ranks_along(axis) > 1:  # routers decide what goes to experts
             sent = [of_rank[at] for of_rank in everyones]
-            of_stages = [_range(sent[p * ranks : (p + 1) * ranks]) for p in range(sizes.pipeline)]
-            lines.append([axis, *of_stages, _formula(axis, hybrid)])
+            stages = [sent[first : first + ranks] for first in range(0, sizes.world_size, ranks)]
+            shown = [" to ".join(dict.fromkeys(map(show_bytes, (min(s), max(s))))) for s in stages]
+            lines.append([axis, *shown, _formula(axis, hybrid)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["   ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     return "\n".join(rows) if len(lines) > 1 else ""
@@ -98,11 +92,6 @@ def _formula(axis: str, hybrid: HybridParallel) -> str:
         how = "round a ring" if sizes.attention == "ring" else "in all-to-alls"
         return f"keys, values and their gradients {how}, for each microbatch and block"
     return "activations and their gradients of each layer, for each microbatch"
-
-
-def _range(numbers: list[int]) -> str:
-    least, most = show_bytes(min(numbers)), show_bytes(max(numbers))
-    return least if least == most else f"{least} to {most}"
 
 
 def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
