@@ -208,12 +208,10 @@ def read_file(path: str) -> list[Entry]:
     example = "write one key and its value a line, such as num_gpus: 8"
     try:
         root = yaml.compose(Path(path).read_text("utf-8-sig"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        problem = getattr(error, "problem", None) or "no text, or too many lists in lists"
-        where = f"{path}, line {mark.line + 1}" if mark else path
-        raise WorkbookError(f"{where}: this is not YAML ({problem}); {example}.") from None
-    except (OSError, ValueError) as error:
+    except yaml.MarkedYAMLError as error:
+        where = f"{path}, line {error.problem_mark.line + 1}" if error.problem_mark else path
+        raise WorkbookError(f"{where}: this is not YAML ({error.problem}); {example}.") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise WorkbookError(f"--config {path}: the file cannot be read ({reason(error)}).") from error
     if not isinstance(root, yaml.MappingNode):
         raise WorkbookError(f"{path}: the file has no keys; {example}.")

@@ -236,12 +236,9 @@ class HybridParallel(nn.Module):
         axis        what a rank has of the model      its shards (training/checkpoint.py)
         pipeline    the parameters of its stages      those; a tied one also on its last stage, as a copy
         tensor      an n-th along one dimension       boxes; rows that pad a vocabulary are not saved
-                    some parameters in full           all of them, on each rank of the axis
         data and    with ZeRO, a range of elements    ranges of a box
         context     without ZeRO, all elements        boxes, equal on all replicas
         expert      some experts of each block        those
-
-        AdamW's two moments have the same elements as the parameters.
         """
         copies = counted_elsewhere(self.pipeline, self.tensor)
         is_tied = isinstance(self.plain, GPT) and self.plain.config.tied

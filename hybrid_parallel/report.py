@@ -17,6 +17,7 @@ import torch
 from comm.exchange import exchange
 from hybrid_parallel.expert_axis import layers_of
 from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
 from lab.trace.ledger import Entry, Traffic
 from lab.units import show_bytes
@@ -43,12 +44,18 @@ class AxesReport:
         """
         hybrid, both = self._hybrid, {"sent": counted_by_axis(self._run.traffic), "formula": self._expected}
         rows: dict[str, Any] = {f"axis_{name}": value for name, value in asdict(hybrid.sizes).items()}
-        for axis in (axis for axis in AXES if hybrid.sizes.ranks_along(axis) > 1):
+        for axis in axes_of(hybrid.sizes):
             for how, by_axis in both.items():
                 of_ranks = exchange((by_axis[axis].bytes_sent, by_axis[axis].messages_sent))
                 for what, numbers in zip(("bytes", "messages"), zip(*of_ranks, strict=True), strict=True):
                     rows[f"axis_{axis}_{what}_{how}"] = list(numbers)
         return rows if hybrid.experts is None else rows | expert_figures(hybrid)
+
+
+def axes_of(sizes: ParallelSizes) -> list[str]:
+    """Return the axes along which several ranks communicate; all replicas average gradients."""
+    ranks = asdict(sizes) | {"data": sizes.replicas, "expert": sizes.expert_ranks}
+    return [axis for axis in AXES if ranks[axis] > 1]
 
 
 def counted_by_axis(rows: Mapping[Entry, Traffic]) -> ByAxis:
@@ -65,7 +72,7 @@ def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
     ranks = sizes.world_size // sizes.pipeline  # of a stage
     lines = [["a rank sends in a step", *(f"stage {p}" for p in range(sizes.pipeline)), "by formula"]]
     for at, axis in enumerate(AXES):
-        if axis != "expert" and sizes.ranks_along(axis) > 1:  # routers decide what goes to experts
+        if axis != "expert" and axis in axes_of(sizes):  # routers decide what goes to experts
             sent = [of_rank[at] for of_rank in everyones]
             stages = [sent[first : first + ranks] for first in range(0, sizes.world_size, ranks)]
             shown = [" to ".join(dict.fromkeys(map(show_bytes, (min(s), max(s))))) for s in stages]
@@ -76,7 +83,6 @@ def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
 
 
 def _formula(axis: str, hybrid: HybridParallel) -> str:
-    """Return in words what traffic.py computes for an axis."""
     sizes = hybrid.sizes
     if axis == "data":
         return {
@@ -95,11 +101,7 @@ def _formula(axis: str, hybrid: HybridParallel) -> str:
 
 
 def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
-    """Return the report's rows on experts, for the last step. All ranks must call it.
-
-    `imbalance` is the tokens of the busiest expert / their mean, in the least balanced block.
-    `dropped_tokens` counts how often a token was not sent to an expert that it had chosen.
-    """
+    """Return the report's rows on experts, for the last step. All ranks must call it."""
     layers = layers_of(hybrid.module)
     chosen_bE = [torch.stack(layer.chosen).sum((0, 1)).tolist() for layer in layers]
     dropped = sum(int((torch.stack(layer.chosen) - torch.stack(layer.sent)).sum()) for layer in layers)

@@ -2,8 +2,7 @@
 
       8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)
 
-Every rank has one coordinate along each axis (mesh.py). `refuse_sizes` refuses a division that makes no sense
-for a model and a batch, before the training begins, and says why.
+`refuse_sizes` refuses a division that makes no sense for a model and a batch, and says why.
 """
 
 import math
@@ -26,9 +25,7 @@ Attention = Literal["ring", "all_to_all"]
 class ParallelSizes:
     """Holds the number of ranks along each axis, and what the ranks of an axis do.
 
-    With `zero` of 0 each rank of the data axis keeps a full copy. `expert_ranks` is the number of replicas
-    among which a layer's experts are divided. `chunks` is the number of stages that each rank has with the
-    interleaved schedule. With `pattern` of None the collectives take the backend's fastest algorithm.
+    The options of HybridArgs (arguments.py) explain each of them.
     """
 
     pipeline: int = 1
@@ -66,11 +63,6 @@ class ParallelSizes:
         """Return the number of ranks that hold one copy of the parameters together."""
         return self.pipeline * self.tensor * (self.replicas if self.zero == 3 else 1)
 
-    def ranks_along(self, axis: str) -> int:
-        """Return the number of ranks that communicate along an axis; all replicas average gradients."""
-        special = {"data": self.replicas, "expert": self.expert_ranks}
-        return special[axis] if axis in special else getattr(self, axis)
-
     def __str__(self) -> str:
         names = ["pipeline", "data", *["context"] * (self.context > 1), "tensor"]
         axes = " x ".join(f"{getattr(self, axis)} ({axis})" for axis in names)
@@ -86,7 +78,7 @@ def refuse_sizes(
 ) -> None:
     """Raise WorkbookError if `world_size` ranks cannot train the model of `config` in this way.
 
-    `batch_size` counts the examples of a step over all ranks. With 1 for `num_experts` the model is dense.
+    `batch_size` counts the examples of a step over all ranks.
     """
     for axis in ("pipeline", "data", "context", "tensor", "expert_ranks", "microbatches", "chunks"):
         if getattr(sizes, axis) < 1:
@@ -97,12 +89,11 @@ def refuse_sizes(
         )
     of_model = _of_mlp(sizes, num_experts) if isinstance(config, MLPConfig) else _of_context(sizes, config)
     wrong = chain(of_model, _of_experts(sizes, num_experts), _of_layers(sizes, config, batch_size))
-    for sentence in wrong:
+    if sentence := next(wrong, None):
         raise WorkbookError(sentence)
 
 
 def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int) -> Iterator[str]:
-    """Yield what is wrong with stages, divided layers, replicas and microbatches."""
     if sizes.zero > 1 and sizes.pipeline > 1:
         what = "send all its gradients" if sizes.zero == 2 else "gather all its parameters"
         yield (
@@ -136,7 +127,6 @@ def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: 
 
 
 def _of_context(sizes: ParallelSizes, config: GPTConfig) -> Iterator[str]:
-    """Yield why the ranks of the context axis cannot cut sequences into equal shares, or attend to them."""
     if sizes.context == 1:
         return
     parts = sizes.context * (2 if sizes.attention == "ring" else 1)
@@ -161,7 +151,6 @@ def _of_context(sizes: ParallelSizes, config: GPTConfig) -> Iterator[str]:
 
 
 def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
-    """Yield why experts cannot be divided as asked."""
     ranks = f"expert_ranks is {sizes.expert_ranks}"
     if num_experts == 1 < sizes.expert_ranks:
         yield f"{ranks}, and the model has no experts; ask for some."
@@ -182,7 +171,6 @@ def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
 
 
 def _of_mlp(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
-    """Yield what is asked for that an MLP has not."""
     if sizes.context > 1:
         yield f"context is {sizes.context}, and an MLP has no sequences to cut; leave it out."
     if num_experts > 1:

@@ -16,11 +16,10 @@
     tensor     for each microbatch 4 all-reduces in a block, 2 for the           expected_traffic.py
                embedding and the head, 2 for the loss; each expert has 2
 
-Replicas that differ along the context axis average gradients, too, so what they send for that counts for the
-data axis. What is sent to and from experts depends on the router's choices: it is that of the last step.
-m is the number of microbatches. The loss is one number along pipeline and data, the norm for clipping one
-along each axis whose ranks have different gradients. comm/cost.py says what each of a pattern's collectives
-sends.
+Replicas that differ along the context axis average gradients, too, so this counts for the data axis. What is
+sent to and from experts depends on the router's choices: it is that of the last step. m is the number of
+microbatches. The loss is one number along pipeline and data, the norm for clipping one along each axis whose
+ranks have different gradients. comm/cost.py says what each of a pattern's collectives sends.
 """
 
 from collections.abc import Collection, Iterator
@@ -62,7 +61,6 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
 
 
 def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
-    """Return the traffic of gradients and parameters; with ZeRO the norm needs one more number."""
     if hybrid.data is None:
         return Traffic()
     if isinstance(hybrid.data, BucketDataParallel):
@@ -76,7 +74,6 @@ def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
 
 
 def _of_counts(hybrid: HybridParallel) -> Traffic:
-    """Return the traffic of the all-gathers that tell replicas how many tokens have chosen each expert."""
     return sum((counts_traffic(sent_rE, layer.groups) for layer, sent_rE in _noted(hybrid)), Traffic())
 
 
@@ -141,7 +138,6 @@ def _of_divided_experts(hybrid: HybridParallel, expected: ExpectedTraffic) -> Tr
 
 
 def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
-    """Yield the names of the modules that each stage of this rank has."""
     stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
     for stage in stages:
         yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))

@@ -76,7 +76,8 @@ class ElasticReplica:
         loss = self.sum_of_losses(self.model, *mine) / len(x)
         loss.backward()
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        flat = torch.cat([self._gradient(p).flatten() for p in trained] + [loss.detach().view(1)])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        flat = torch.cat([gradient.flatten() for gradient in gradients] + [loss.detach().view(1)])
         all_reduce(flat, op="sum")
         # From here on the step is the same on all ranks, and nothing can interrupt it.
         *gradients, mean_loss = flat.split([p.numel() for p in trained] + [1])
@@ -109,10 +110,6 @@ class ElasticReplica:
             data.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
         broadcast(data, source)
         return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-
-    @staticmethod
-    def _gradient(parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 @dataclasses.dataclass
