@@ -43,8 +43,7 @@ class Page:
         """
         own = _read(self.content)
         title = re.search("<h1>(.*?)</h1>", own)
-        if title is None:
-            raise ValueError(f"{self.content}: a page needs an <h1>, which is its title, too.")
+        assert title is not None, f"{self.content}: a page needs an <h1>, which is its title, too"
         parts = {
             "title": title[1],
             "home": "" if root is None else f"<nav><a href='{root}/index.html'>{HOME}</a></nav>\n",

@@ -31,7 +31,7 @@ from lab.cluster import Cluster
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.stream_clock import time_when_done
 
-LIVE_SECONDS, PLAIN_SECONDS = 0.1, 2.0  # between two progress lines on a terminal, and elsewhere
+PROGRESS_SECONDS = 2.0  # between two progress lines
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
         self._console = Console(stderr=as_json)
-        self._line_open, self._printed_at = False, -math.inf
+        self._printed_at = -math.inf
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
         self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
@@ -72,15 +72,11 @@ class Meter:
 
     @contextmanager
     def step(self) -> Iterator[StepRecord]:
-        """Time one step, unless it raises, and show progress: live on a terminal, elsewhere every 2 s."""
+        """Time one step, unless it raises, and show progress."""
         before = LEDGER.rows()
         # Kernels still queued belong to the step that launched them.
         record, start_ns = StepRecord(), time_when_done(self._cluster.device)
-        try:
-            yield record
-        except BaseException:
-            self._end_line()
-            raise
+        yield record
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
         for entry, traffic in LEDGER.rows().items():
             new = traffic - before.get(entry, Traffic())
@@ -92,12 +88,11 @@ class Meter:
         self._last_loss = record.loss.detach() if isinstance(record.loss, Tensor) else record.loss
         if len(self.windows) == 1:
             self._first_loss = self._loss()
-        if self._cluster.is_main:
+        if self._cluster.is_main:  # reading the loss makes the host wait for a GPU
             self._show_progress()
 
     def note(self, text: str) -> None:
         if self._cluster.is_main:
-            self._end_line()
             self._console.print(Text(f"{self._run_mode}  {text}", style="cyan"), soft_wrap=True)
 
     def finish(self, **extras: Any) -> dict[str, Any]:
@@ -121,7 +116,6 @@ class Meter:
         }
         summary = {key: _plain(value) for key, value in (summary | extras).items()}
         if self._cluster.is_main:
-            self._end_line()
             table = Table(show_header=False)
             for name, value in summary.items():
                 if value is not None:
@@ -143,24 +137,14 @@ class Meter:
         return None if self._last_loss is None else float(self._last_loss)
 
     def _show_progress(self) -> None:
-        done, live = self._first_step + len(self.windows), self._console.is_terminal
+        done = self._first_step + len(self.windows)
         waited = time.perf_counter() - self._printed_at
-        is_between = len(self.windows) > 1 and done < self._steps
-        if is_between and waited < (LIVE_SECONDS if live else PLAIN_SECONDS):
+        if len(self.windows) > 1 and done < self._steps and waited < PROGRESS_SECONDS:
             return
         loss, rate = self._loss(), self._tokens_per_second()
         words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
-        line = Text(f"{self._run_mode}  step {done}/{self._steps}  {words}", style="cyan")
-        if live:
-            # Overwritten in place. Rich's Live hides the cursor, and a rank that is killed leaves it hidden.
-            line.set_length(self._console.width - 1)
-        self._console.print(line, end="\r" if live else "\n", soft_wrap=True)
-        self._line_open, self._printed_at = live, time.perf_counter()
-
-    def _end_line(self) -> None:
-        if self._line_open:
-            self._console.print()
-            self._line_open = False
+        self.note(f"step {done}/{self._steps}  {words}")
+        self._printed_at = time.perf_counter()
 
 
 def _readable(name: str, value: Any) -> str:

