@@ -6,6 +6,7 @@ torchrun starts cannot change that. The launcher of `make run` opens one on 127.
 """
 
 import errno
+import ipaddress
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership.settings import master
-from lab.launch.interface import is_loopback, open_store, resolved
+from lab.launch.interface import open_store, resolved
 
 _POLL = 0.05  # seconds between two attempts to connect
 _TELL = 2.0  # seconds between two lines about a store that does not answer
@@ -57,7 +58,7 @@ def _open(host: str, port: int, timeout: timedelta) -> dist.Store:
         raise CommError(
             f"cannot open the store at {host}:{port}; MASTER_ADDR must name the machine of rank 0."
         ) from error
-    if is_loopback(address) and host not in ("localhost", address):
+    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
         print(
             f"rank 0: {host} is {address} on this machine (/etc/hosts), so ranks on other machines cannot "
             "reach it; if there are any, give all ranks an address of rank 0's machine that they can reach.",

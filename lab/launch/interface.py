@@ -1,6 +1,5 @@
 """Find this rank's network interface and its address, listen on one address only, and end connections."""
 
-import ipaddress
 import os
 import socket
 import stat
@@ -44,7 +43,7 @@ def own_interface() -> str | None:
     """Return the name of the interface that has `own_address`, or None if it cannot be found."""
     with suppress(OSError):
         address = own_address()
-        if is_loopback(address):
+        if address.startswith("127."):
             return LOOPBACK
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with suppress(OSError):  # an interface without an address
@@ -57,11 +56,6 @@ def resolved(host: str) -> str:
     """Return the IP address of `host`, IPv4 if it has one. Raise OSError if it has none."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an IP address can be reached from this machine only."""
-    return ipaddress.ip_address(address).is_loopback
 
 
 def _address_of(interface: str) -> str:

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lab.launch.errors import Stopped
@@ -63,9 +63,7 @@ class StopRequest:
                 self._was_blocked = FROM_SCHEDULER in mask
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, handler in self._previous.items():
             # None means a handler that was not set from Python. Python cannot restore it.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

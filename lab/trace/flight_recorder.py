@@ -10,12 +10,8 @@ So the k-th collectives of all ranks are compared, and the first k at which they
 PyTorch's own torchfrtrace does so for nccl. In version 2.13 it cannot read the dumps of gloo.
 """
 
-import io
 import json
 import linecache
-import os
-import pickle
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,7 +22,7 @@ from typing import Annotated, Any
 import tyro
 
 from lab.launch.errors import WorkbookError
-from lab.trace.black_box import ADDED, ENDED, FAILED, RUNNING, Place
+from lab.trace.black_box import ENDED, FAILED
 
 # The inputs of these have the same shape on all ranks. Those of a scatter or an all-to-all may differ.
 EQUAL_INPUTS = ("all_reduce", "all_gather", "broadcast", "gather", "reduce", "reduce_scatter")
@@ -70,10 +66,9 @@ class Recording:
 
 def load(folder: str | Path) -> dict[int, Recording]:
     """Return the recordings in a folder by rank. WorkbookError if there is none, or a file is no dump."""
-    paths = [path for path in Path(folder).glob("*") if re.search(r"\d$", path.name)]
-    if not paths:
+    recordings = [_recording(path) for path in Path(folder).glob("rank_*[0-9]")]
+    if not recordings:
         raise WorkbookError(f"{folder} has no dump: a dump's name ends with its rank, as rank_0 does.")
-    recordings = [_recording(path) for path in paths]
     return {one.rank: one for one in sorted(recordings, key=lambda one: one.rank)}
 
 
@@ -164,53 +159,26 @@ def _straggler(group: str, recordings: Mapping[int, Recording]) -> list[str]:
     ]
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and dicts alone, of which a dump consists. So no file can run code."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        raise pickle.UnpicklingError(f"it has an object of {module_name}.{global_name}")
-
-
 def _recording(path: Path) -> Recording:
     try:
-        content = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
-        added: dict[str, Any] = content.get(ADDED, {})
-        entries = [entry for entry in content["entries"] if not entry["is_p2p"]]
-    except Exception as error:
-        raise WorkbookError(f"{path} is no dump of PyTorch's flight recorder: {error!r}.") from error
-    rank = added.get("rank", int(re.findall(r"\d+$", path.name)[0]))
-    state, place = added.get("state", RUNNING), _own_place(added.get("places", []))
-    calls = [_call(entry) for entry in entries]
-    if state == FAILED and calls and calls[-1].place == place:
+        content = json.loads(path.read_text())
+        calls = [Call(**row | {"place": _place(row["place"])}) for row in content["calls"]]
+        recording = Recording(**content | {"calls": calls, "place": _place(content["place"])})
+    except (ValueError, KeyError, TypeError) as error:
+        raise WorkbookError(f"{path} is no dump of lab/trace/black_box.py: {error!r}.") from error
+    if recording.state == FAILED and calls and calls[-1].place == recording.place:
         # PyTorch counts a collective that has failed as ended.
         calls[-1] = replace(calls[-1], has_ended=False)
-    # nccl's dump has the ranks of each group, as text; gloo's has them for one group, without its name.
-    named = {name: json.loads(group["ranks"]) for name, group in content["pg_config"].items() if name}
-    return Recording(rank, calls, state, added.get("error", ""), place, added.get("groups", named))
+    return recording
 
 
-def _call(entry: dict[str, Any]) -> Call:
-    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", [])]
-    inputs = zip(entry.get("input_sizes", []), entry.get("input_dtypes", []), strict=False)
-    return Call(
-        group=str(entry["process_group"][0]),
-        number=entry["collective_seq_id"],
-        op=entry["profiling_name"].split(":", 1)[-1],
-        tensors=", ".join(f"({', '.join(map(str, shape))}) {dtype}" for shape, dtype in inputs)
-        or "no tensor",
-        has_ended=entry.get("retired", False) or entry.get("state") == "completed",
-        place=_own_place(frames),
-        called_ns=entry["time_created_ns"],
-    )
-
-
-def _own_place(places: Iterable[Place]) -> str:
-    """Return the innermost place outside of libraries, as "train.py:14 in step: dist.all_reduce(x)"."""
-    for file, line, function in places:
-        if "site-packages" not in file and not file.startswith((os.path.dirname(os.__file__), "<frozen")):
-            code = linecache.getline(file, line).strip()
-            return f"{file}:{line} in {function}" + (f": {code}" if code else "")
-    return "a line that was not recorded"
+def _place(place: tuple[str, int, str] | None) -> str:
+    """Return a place as "train.py:14 in step: dist.all_reduce(x)"."""
+    if place is None:
+        return "a line that was not recorded"
+    file, line, function = place
+    code = linecache.getline(file, line).strip()
+    return f"{file}:{line} in {function}" + (f": {code}" if code else "")
 
 
 def _by(made: Mapping[int, Call], key: Any) -> dict[str, list[int]]:

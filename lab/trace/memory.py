@@ -180,13 +180,7 @@ class TrainingBytes:
 
 
 class MemoryReport(Observed):
-    """Measures what a rank's training holds, beside what it `should` hold by a formula, without padding.
-
-    memory = MemoryReport(model, optimizer, should)
-    with memory.forward():                       # counts the first forward's activations
-        loss = loss_of(model(x), y)
-    ...
-    run.finish(model, **memory.fields())         # after a step, before its gradients are cleared
+    """Measures what a rank's training holds after a step, beside what it `should` hold, without padding.
 
     `should` has the bytes of some kinds of tensors by their names in TrainingBytes.
     """

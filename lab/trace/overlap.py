@@ -60,14 +60,10 @@ def overlap_of(events: Sequence[Event]) -> Overlap:
 
 
 def busy(events: Iterable[Event], kinds: Sequence[str]) -> list[Interval]:
-    """Return when at least one event of these kinds was under way, on any lane."""
-    return union(event for event in events if event.kind in kinds)
-
-
-def union(events: Iterable[Event]) -> list[Interval]:
-    """Return when at least one of the events was under way. Events that touch make one interval."""
+    """Return when at least one event of these kinds was under way, on any lane. Touching ones make one."""
     merged: list[Interval] = []
-    for start, end in sorted((event.start_ns, event.end_ns) for event in events if event.duration_ns > 0):
+    chosen = (event for event in events if event.kind in kinds and event.duration_ns > 0)
+    for start, end in sorted((event.start_ns, event.end_ns) for event in chosen):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
@@ -76,7 +72,7 @@ def union(events: Iterable[Event]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the times that are in both of two lists, which are as `union` returns them."""
+    """Return the times that are in both of two lists, which are as `busy` returns them."""
     both, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -90,7 +86,7 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def difference(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Return the times that are in `a` but not in `b`; both are as `union` returns them."""
+    """Return the times that are in `a` but not in `b`; both are as `busy` returns them."""
     if not a:
         return []
     edges = [a[0][0], *(edge for interval in b for edge in interval), a[-1][1]]

@@ -154,8 +154,8 @@ print("\n".join(analyse(load(dumps))))
 
 # %% [markdown]
 # Collective 3, because `run_ranks` itself has begun with a barrier. (The analyser counts, as PyTorch does, for each
-# group.) On GPUs nccl's dumps look the same, and there PyTorch writes them itself when a collective takes too long, if
-# you set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. (PyTorch's own analyser for them is `torchfrtrace`.) And a limit: gloo records
+# group.) On GPUs PyTorch also writes nccl's history itself when a collective takes too long, if
+# you set `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. (Its own analyser for those files is `torchfrtrace`.) And a limit: gloo records
 # collectives, but no `send` and `recv`. For those you have the line of each rank.
 #
 # The other remedy is to find the error when it happens. With `TORCH_DISTRIBUTED_DEBUG=DETAIL` each collective first

@@ -1,7 +1,5 @@
 """The dumps of real ranks say which rank, which operation and which line is the cause."""
 
-import os
-import pickle
 import time
 
 import pytest
@@ -89,9 +87,9 @@ def test_a_straggler_is_named_and_a_rank_that_is_late_once_is_not(tmp_path):
     assert "rank 2 is a straggler" in sentence
 
 
-def test_a_folder_without_dumps_and_a_file_that_would_run_code_are_refused(tmp_path):
+def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path):
     with pytest.raises(WorkbookError, match="has no dump"):
         load(tmp_path)
-    (tmp_path / "rank_0").write_bytes(pickle.dumps({"entries": [os.getcwd], "pg_config": {}}))
-    with pytest.raises(WorkbookError, match=r"is no dump.*an object of posix\.getcwd"):
+    (tmp_path / "rank_0").write_text('{"entries": []}')
+    with pytest.raises(WorkbookError, match="is no dump"):
         load(tmp_path)
