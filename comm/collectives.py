@@ -29,6 +29,7 @@ raise the same one; with "torch" a rank can only check its own tensors.
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 
 import torch
@@ -55,16 +56,9 @@ from comm.transport import streams
 from comm.transport.choice import chosen_transport
 from comm.transport.stream_wire import StreamWire
 from comm.wire import native, slow_link
-from comm.wire.handshake import (
-    SHARDED,
-    UNEVEN,
-    Header,
-    HeaderExchange,
-    check_parts,
-    wait_until_all_have_read,
-)
+from comm.wire.handshake import SHARDED, UNEVEN, Header, HeaderExchange, check_parts, wait_until_all_have_read
 from comm.wire.slow_link import LinkDelay
-from comm.wire.staging import In, InOut, Out, handover_of, taken
+from comm.wire.staging import In, InOut, Out, handover_of
 from comm.wire.wire import Group, Wire, group_of
 from comm.wire.work_queue import Handle, queue_of
 from lab.trace.timeline import span
@@ -125,6 +119,7 @@ def scatter(
         if pattern == "flat":
             star.scatter(wire, shard, full, root)
         else:
+            wire.finish_handshake()  # it brings `full_numel`, which the root knew
             sharded_tree.scatter(wire, shard, full, root, wire.full_numel)
 
     buffers = (Out(shard),) if full is None else (Out(shard), In(full))
@@ -149,6 +144,7 @@ def gather(
         if pattern == "flat":
             star.gather(wire, full, shard, root)
         else:
+            wire.finish_handshake()  # it brings `full_numel`, which the root knew
             sharded_tree.gather(wire, full, shard, root, wire.full_numel)
 
     buffers = (In(shard),) if full is None else (In(shard), Out(full))
@@ -326,7 +322,10 @@ def run_collective(
     ranks = group_of(group).size()
 
     def job(sequence: int) -> None:
-        with taken(handover), span(header.op, "communication", pattern=header.pattern, bytes=num_bytes):
+        with (
+            handover or nullcontext(),
+            span(header.op, "communication", pattern=header.pattern, bytes=num_bytes),
+        ):
             ready = posted if handover is None else time.perf_counter_ns()
             charged = native.charged(header, group)
             delay = LinkDelay(queue, ready, lambda link: cost.seconds(*charged, num_bytes, ranks, link))
@@ -362,7 +361,7 @@ def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts:
     else:
         wire = StreamWire(group, transport, header.op, header.pattern, sequence)
     headers = HeaderExchange(wire, header)
-    wire.set_handshake(lambda: delay.start(headers.finish()))
+    wire.check = lambda: delay.start(headers.finish())
     # gloo kills a receiver that gets more or fewer bytes than it expects.
     if transport == "gloo" or parts is not None or not _shard_fits(header, wire):
         wire.finish_handshake()

@@ -125,7 +125,7 @@ class SomeRanks(Wire):
         self.rank, self.size = members.index(wire.rank), len(members)
 
     def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> Transfer:
-        return self._wire.isend(tensor, self._members[dst], header)
+        return self._wire.isend(tensor, self._members[dst])
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
-        return self._wire.irecv(tensor, self._members[src], header)
+        return self._wire.irecv(tensor, self._members[src])

@@ -9,59 +9,19 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.transport.choice import chosen_transport
-from comm.transport.streams import Streams, message_streams_of
+from comm.transport.stream_wire import StreamTransfer
+from comm.transport.streams import message_streams_of
 from comm.wire import slow_link
 from comm.wire.staging import goes_by_host
-from comm.wire.wire import (
-    POINT_TO_POINT,
-    Group,
-    Transfer,
-    axis_of,
-    bytes_of,
-    check_peer,
-    group_of,
-    peer_wire,
-)
+from comm.wire.wire import Group, Transfer, bytes_of, check_peer, peer_wire
 from comm.wire.work_queue import queue_of
-from lab.ranks.waiting import Wait
 from lab.trace.ledger import LEDGER
-
-
-class StreamMessage:
-    """A message over streams in flight. It holds its group, which is not freed before the end."""
-
-    def __init__(
-        self, streams: Streams, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, verb: str
-    ) -> None:
-        self._streams, self._group, self.tensor = streams, group, tensor
-        self._peer, self._verb = peer, verb
-        self.done = not tensor.nbytes  # an empty tensor is not sent
-        self.copy_to: torch.Tensor | None = None  # a tensor on a GPU to which the arrived message is copied
-
-    def wait(self) -> None:
-        """Block until the message has arrived, or until its receiver has it, so that it may be changed.
-
-        Raise CommError if the peer has gone or sends another number of bytes, or at the group's timeout.
-        """
-        if not self.done:
-            self._streams.move_until(self, self._peer, self._verb)
-        if self.copy_to is not None:
-            place, self.copy_to = self.copy_to, None
-            place.copy_(self.tensor)
-
-    def awaited(self) -> Wait:
-        verb, preposition = self._verb.split()
-        name = self._streams.names[self._peer]
-        return Wait(f"{verb} {self.tensor.nbytes} bytes {preposition}", name)
-
-
-PlainTransfer = Transfer | StreamMessage
 
 
 class SlowTransfer:
     """A message on a simulated slow link, with a second one that tells when it arrives (slow_link.py)."""
 
-    def __init__(self, payload: PlainTransfer, arrival: PlainTransfer, is_received: bool) -> None:
+    def __init__(self, payload: Transfer, arrival: Transfer, is_received: bool) -> None:
         self._payload, self._arrival, self._is_received = payload, arrival, is_received
 
     def wait(self) -> None:
@@ -72,7 +32,7 @@ class SlowTransfer:
             slow_link.wait_for_arrival(int(self._arrival.tensor), self._payload.tensor.nbytes)
 
 
-AnyTransfer = PlainTransfer | SlowTransfer
+AnyTransfer = Transfer | SlowTransfer
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> AnyTransfer:
@@ -107,22 +67,20 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
     return SlowTransfer(payload, _start(at, src, "receive from", group, counted=False), is_received=True)
 
 
-def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True) -> PlainTransfer:
-    """Start a message over the group's streams, or over gloo or nccl."""
-    members, transport = group_of(group), chosen_transport()
-    if transport == "gloo" or dist.get_backend(members) != "gloo" or members.size() == 1:
-        wire = peer_wire(members, counted)
+def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True) -> Transfer:
+    wire, transport = peer_wire(group, counted), chosen_transport()
+    if transport == "gloo" or dist.get_backend(wire.group) != "gloo" or wire.size == 1:
         return wire.isend(tensor, peer) if verb == "send to" else wire.irecv(tensor, peer)
-    check_peer(POINT_TO_POINT, "direct", members.rank(), members.size(), peer, verb)
+    check_peer(wire.op, wire.pattern, wire.rank, wire.size, peer, verb)
     if not tensor.is_contiguous():
-        raise CommError(f"{POINT_TO_POINT}: call contiguous() on the tensor to {verb} a rank first.")
-    streams = message_streams_of(members, transport)
-    transfer = StreamMessage(streams, members, tensor, peer, verb)
+        raise CommError(f"{wire.op}: call contiguous() on the tensor to {verb} a rank first.")
+    streams = message_streams_of(wire.group, transport)
+    transfer = StreamTransfer(wire, streams, tensor, peer, verb)
     if transfer.done:
         return transfer
     if verb == "send to":
         if counted:
-            LEDGER.count(POINT_TO_POINT, "direct", tensor.nbytes, axis=axis_of(members))
+            LEDGER.count(wire.op, wire.pattern, tensor.nbytes, axis=wire.axis)
         streams.post_send(peer, bytes_of(tensor), transfer)
     else:
         streams.post_receive(peer, bytes_of(tensor), transfer)

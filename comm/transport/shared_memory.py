@@ -114,8 +114,6 @@ class OutEnd(End):
 
 
 class MemoryOut(OutEnd):
-    """The end of a ring buffer into which this rank sends."""
-
     def __init__(self, end: socket.socket, segment: Segment) -> None:
         super().__init__(end)
         self._segment, self._words, self._ring = segment, segment.words, segment.ring
@@ -159,8 +157,6 @@ class MemoryOut(OutEnd):
 
 
 class MemoryIn(End):
-    """The end of a ring buffer from which this rank receives."""
-
     def __init__(self, end: socket.socket, segment: Segment) -> None:
         super().__init__(end)
         self._segment, self._words, self._ring = segment, segment.words, segment.ring

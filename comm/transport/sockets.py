@@ -34,7 +34,10 @@ class Listener:
 
     def __init__(self, size: int) -> None:
         self._token, self._size = secrets.randbits(62), size
-        self._tcp = _tcp_listener()
+        try:  # on the interface that leads to the others
+            self._tcp = socket.create_server((own_address(), 0))
+        except OSError:
+            self._tcp = socket.socket()  # without a port
         self.sockets = [self._tcp]  # on which a rank may connect
         if sys.platform == "linux":
             unix = socket.socket(socket.AF_UNIX)
@@ -45,7 +48,6 @@ class Listener:
             one.setblocking(False)
 
     def address(self) -> Address:
-        """Return what another rank needs to connect."""
         host, port = self._tcp.getsockname()
         return struct.unpack("!I", socket.inet_aton(host))[0], port, self._token
 
@@ -125,14 +127,6 @@ def _unix_connection(token: int, seconds: float) -> socket.socket | None:
     return connection
 
 
-def _tcp_listener() -> socket.socket:
-    """Return a socket that listens on the interface that leads to the others, or an unbound one."""
-    try:
-        return socket.create_server((own_address(), 0))
-    except OSError:
-        return socket.socket()
-
-
 def _name(token: int) -> str:
     """Return the name of the Unix socket. It is abstract (Linux), so it leaves no file.
 
@@ -165,7 +159,6 @@ class StreamOut(OutEnd):
         return True
 
     def num_taken(self) -> int:
-        """Return how many messages the receiver has confirmed since the last call."""
         try:
             confirmed = len(self.socket.recv(4096))
         except BlockingIOError:
@@ -175,19 +168,15 @@ class StreamOut(OutEnd):
         return confirmed
 
     def events(self, waits_for_confirmation: bool) -> int:
-        """Return the events for which select.poll should wait."""
         return (select.POLLOUT if self._queue else 0) | (select.POLLIN if waits_for_confirmation else 0)
 
 
 class StreamIn(End):
-    """The end of a socket from which this rank receives."""
-
     def __init__(self, end: socket.socket) -> None:
         super().__init__(end)
         self._unconfirmed = 0
 
     def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet."""
         try:
             received = self.socket.recv_into(into)
         except BlockingIOError:

@@ -19,25 +19,24 @@ from lab.trace.ledger import LEDGER
 
 
 class StreamTransfer(Transfer):
-    """A message of a StreamWire in flight."""
-
     def __init__(
-        self, wire: "StreamWire", tensor: torch.Tensor, peer: int, verb: str, header: bool = False
+        self, wire: Wire, streams: Streams, tensor: torch.Tensor, peer: int, verb: str, header: bool = False
     ) -> None:
         super().__init__(wire, None, tensor, peer, verb, header)
-        self._streams = wire.streams
+        self._streams = streams
         self.done = not tensor.nbytes  # an empty tensor is not sent
 
     def wait(self) -> None:
         if not self._header:
             self._wire.finish_handshake()
         if not self.done:
-            self._streams.move_until(self, self._peer)
+            self._streams.move_until(self, self._peer, self._verb)
+        if self.copy_to is not None:
+            place, self.copy_to = self.copy_to, None
+            place.copy_(self.tensor)
 
 
 class StreamWire(Wire):
-    """A Wire whose messages leave over the streams of its group."""
-
     receives_ahead = 2  # segments whose receives are posted at a time: the others wait in the stream
 
     def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
@@ -50,50 +49,32 @@ class StreamWire(Wire):
     def names(self) -> list[int]:
         return self.streams.names
 
-    @property
-    def full_numel(self) -> int:
-        self.finish_handshake()
-        return self._full_numel
-
-    @full_numel.setter
-    def full_numel(self, numel: int) -> None:
-        self._full_numel = numel
-
     def finish_handshake(self) -> None:
-        if self._check is not None:
+        if self.check is not None:
             super().finish_handshake()
             deferred, self._deferred = self._deferred, []  # they refer to this wire, which should be freed
             for post in deferred:
                 post()
 
-    def isend(self, tensor: torch.Tensor, dst: int, header: bool = False) -> StreamTransfer:
-        check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
-        transfer = StreamTransfer(self, tensor, dst, "send to", header)
+    def _start(self, tensor: torch.Tensor, peer: int, verb: str, header: bool) -> StreamTransfer:
+        check_peer(self.op, self.pattern, self.rank, self.size, peer, verb)
+        transfer = StreamTransfer(self, self.streams, tensor, peer, verb, header)
         if transfer.done:
             return transfer
-        LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
-        if header or not self._gets_a_later_row((self.rank - dst) % self.size):
-            self.streams.post_send(dst, bytes_of(tensor), transfer)
+        sends = verb == "send to"
+        post = self.streams.post_send if sends else self.streams.post_receive
+        if sends:
+            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
+        distance = (self.rank - peer) % self.size
+        gets_a_later_row = (
+            distance > 1 and distance & (distance - 1) == 0
+        )  # after the handshake's first round
+        if self.check is not None and not header and (gets_a_later_row or not sends):
+            self._deferred.append(lambda: post(peer, bytes_of(tensor), transfer))
         else:
-            self._deferred.append(lambda: self.streams.post_send(dst, bytes_of(tensor), transfer))
+            post(peer, bytes_of(tensor), transfer)
         return transfer
-
-    def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> StreamTransfer:
-        check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
-        transfer = StreamTransfer(self, tensor, src, "receive from", header)
-        if transfer.done:
-            return transfer
-        if header or self._check is None:
-            self.streams.post_receive(src, bytes_of(tensor), transfer)
-        else:
-            self._deferred.append(lambda: self.streams.post_receive(src, bytes_of(tensor), transfer))
-        return transfer
-
-    def _gets_a_later_row(self, distance: int) -> bool:
-        """Return whether a rank gets its row from this one after the first round of the handshake."""
-        return self._check is not None and distance > 1 and distance & (distance - 1) == 0
 
     def finish(self) -> None:
-        """Return when the handshake has ended and all messages of this rank have left."""
         self.finish_handshake()
         self.streams.finish()

@@ -150,7 +150,6 @@ class Streams:
         self._store: dist.Store | None = None
 
     def exchange_addresses(self, wire: Wire) -> None:
-        """Exchange addresses with all other ranks, which call this too."""
         addresses = exchange_numbers(wire, self._listener.address())
         for name, (_, port, _) in zip(self.names, addresses, strict=True):
             if port == 0:
@@ -177,7 +176,6 @@ class Streams:
             self._talk_to(peer, "send to")
 
     def post_receive(self, src: int, into: memoryview, transfer: Done) -> None:
-        """Queue a receive of exactly `len(into)` bytes."""
         with self._lock:
             peer = self._peers[src]
             if self.has_frames:
@@ -256,7 +254,7 @@ class Streams:
                 while peer.is_busy:
                     self._move_once(peer, None)
 
-    def move_until(self, transfer: Done, rank: int, verb: str = "reach") -> None:
+    def move_until(self, transfer: Done, rank: int, verb: str) -> None:
         """Move messages until this one, to or from `rank`, is done.
 
         Raise CommError if a peer with unfinished messages has closed its stream, or if nothing has moved for
@@ -264,7 +262,7 @@ class Streams:
         """
         with self._lock:
             while not transfer.done:
-                self._move_once(self._peers[rank], transfer, verb)
+                self._move_once(self._peers[rank], transfer, verb if self.has_frames else "reach")
 
     def _move_once(self, awaited: Peer, transfer: Done | None, verb: str = "reach") -> None:
         """Move something of any message, or sleep until that is possible or another thread has done it."""
@@ -375,7 +373,6 @@ class Streams:
                     outs[number].has_left = True
 
     def _polled(self, something: "select.poll", seconds: float) -> list[tuple[int, int]]:
-        """Sleep, and let other threads move messages meanwhile."""
         self._a_thread_sleeps = True
         self._lock.release()
         try:

@@ -18,15 +18,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from comm.wire.wire import (
-    Group,
-    axis_of,
-    global_ranks,
-    group_of,
-    message_device,
-    name_axis,
-    peer_wire,
-)
+from comm.wire.wire import Group, axis_of, global_ranks, group_of, message_device, name_axis, peer_wire
 
 
 class Channels:

@@ -77,9 +77,6 @@ class NativeHandle:
 
 
 def failed(op: str, error: RuntimeError) -> CommError:
-    """Return torch's error as a CommError that names this rank and, if known, the peer."""
-    if isinstance(error, CommError):
-        return error
     return CommError(f"{op} (torch): rank {dist.get_rank()} gave up: {peer_trouble(str(error), 'a peer')}.")
 
 
@@ -138,7 +135,6 @@ def _numel(header: Header, group: Group) -> int:
 
 
 def _launch(header: Header, group: Group, buffers: Sequence[In], parts: Parts | None) -> NativeHandle:
-    """Add the formula's traffic to the ledger, and start the operation."""
     op, rank, n = header.op, dist.get_rank(group), dist.get_world_size(group)
     if op in SHARDED and len(buffers) == 2 and header.full != n * header.shard:
         raise CommError(

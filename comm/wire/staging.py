@@ -5,9 +5,8 @@ strided view or a tensor on a GPU is copied to the wire, and back if the collect
 are named as in MPI: In is read, Out is written, InOut is both.
 """
 
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -55,40 +54,19 @@ class Out(InOut):
     """A tensor that a collective only writes."""
 
 
-_streams = threading.local()
-
-
-class Handover:
-    """An event behind all work that the caller has launched so far. Another thread waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.current_stream(device).record_event()
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for the event, run the block on the thread's own stream, and wait for that stream."""
-        self._event.synchronize()
-        stream = _own_stream(self._device)
-        with torch.cuda.stream(stream):  # this also selects the device: a thread starts with device 0
-            yield
-            stream.synchronize()
-
-
-def handover_of(tensors: Iterable[torch.Tensor]) -> Handover | None:
-    """Return a handover for the caller's tensors, or None if all are in host memory."""
+def handover_of(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None] | None:
+    """Return a context in which another thread may take the tensors, or None if all are in host memory."""
     for tensor in tensors:
         if tensor.is_cuda:
-            return Handover(tensor.device)
+            return _taken(tensor.device, torch.cuda.current_stream(tensor.device).record_event())
     return None
 
 
-def taken(handover: Handover | None) -> AbstractContextManager[None]:
-    """Return `handover.taken()`, or a context that does nothing if there is no handover."""
-    return nullcontext() if handover is None else handover.taken()
-
-
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    if getattr(_streams, "device", None) != device:
-        _streams.device, _streams.stream = device, torch.cuda.Stream(device)
-    return _streams.stream
+@contextmanager
+def _taken(device: torch.device, event: torch.cuda.Event) -> Iterator[None]:
+    """Wait for what the caller has launched, run the block on a stream of its own, and wait for that."""
+    event.synchronize()
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):  # this also selects the device: a thread starts with device 0
+        yield
+        stream.synchronize()

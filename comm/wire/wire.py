@@ -91,23 +91,18 @@ class Wire:
         self.op, self.pattern, self.axis = op, pattern, axis_of(self.group)
         self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         self.counted = counted
-        self._check: Callable[[], None] | None = None
+        self.check: Callable[[], None] | None = None  # for `finish_handshake` to call, once
         # Turn 0 is for plain point-to-point messages. The collectives use the other turns in a cycle.
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
 
     @property
     def names(self) -> list[int]:
-        """Return the ranks of the group's members among all ranks of the job, for errors."""
         return global_ranks(self.group)
 
-    def set_handshake(self, check: Callable[[], None]) -> None:
-        """Set the check that `finish_handshake()` calls, once. It raises unless all ranks' headers fit."""
-        self._check = check
-
     def finish_handshake(self) -> None:
-        """Check that all ranks' headers fit, before this rank waits for its first message."""
-        check, self._check = self._check, None
+        """Raise Mismatch unless all ranks' headers fit, before this rank waits for its first message."""
+        check, self.check = self.check, None
         if check is not None:
             check()
 
@@ -119,29 +114,26 @@ class Wire:
 
         An empty tensor is not sent, and its receiver does not wait for it.
         """
-        check_peer(self.op, self.pattern, self.rank, self.size, dst, "send to")
-        if not tensor.nbytes:
-            return Transfer(self, None, tensor, dst, "send to")
-        tag = self._tag(self._sent, dst)
-        if self.counted:
-            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
-        try:
-            work = self.group.send([tensor], dst, tag)
-        except RuntimeError as error:
-            raise self.failed(error, dst, "send to") from error
-        return Transfer(self, work, tensor, dst, "send to", header)
+        return self._start(tensor, dst, "send to", header)
 
     def irecv(self, tensor: torch.Tensor, src: int, header: bool = False) -> Transfer:
         """Start to receive into a contiguous tensor of exactly the size and dtype that `src` sends."""
-        check_peer(self.op, self.pattern, self.rank, self.size, src, "receive from")
+        return self._start(tensor, src, "receive from", header)
+
+    def _start(self, tensor: torch.Tensor, peer: int, verb: str, header: bool) -> Transfer:
+        check_peer(self.op, self.pattern, self.rank, self.size, peer, verb)
         if not tensor.nbytes:
-            return Transfer(self, None, tensor, src, "receive from")
-        tag = self._tag(self._received, src)
+            return Transfer(self, None, tensor, peer, verb)
+        sends = verb == "send to"
+        counts = self._sent if sends else self._received
+        start = self.group.send if sends else self.group.recv
+        if sends and self.counted:
+            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
         try:
-            work = self.group.recv([tensor], src, tag)
+            work = start([tensor], peer, self._tag(counts, peer))
         except RuntimeError as error:
-            raise self.failed(error, src, "receive from") from error
-        return Transfer(self, work, tensor, src, "receive from", header)
+            raise self.failed(error, peer, verb) from error
+        return Transfer(self, work, tensor, peer, verb, header)
 
     def batch(
         self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int
@@ -172,7 +164,6 @@ class Wire:
         return self._turn << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
 
     def failed(self, error: RuntimeError, peer: int, verb: str) -> CommError:
-        """Return the backend's error as a CommError that names the ranks and the operation."""
         name = f"rank {dist.get_global_rank(self.group, peer)}"
         why = peer_trouble(str(error), name)
         return CommError(

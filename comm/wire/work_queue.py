@@ -35,7 +35,6 @@ class Handle:
         self._callbacks: list[Callable[[BaseException | None], None]] = []
 
     def wait(self) -> None:
-        """Block until the operation has ended. Raise the operation's error, if there is one."""
         if not self._is_done:
             with span("wait", "wait"):
                 self._end().wait()
@@ -43,7 +42,6 @@ class Handle:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Return whether `wait()` would return at once."""
         return self._is_done
 
     def _end(self) -> threading.Event:
@@ -99,7 +97,11 @@ class GroupQueue:
                 self._busy = True
             else:
                 self._waiting.append(handle)
-                self._start_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._serve, name=COMMUNICATION_THREAD, daemon=True
+                    )
+                    self._thread.start()
                 self._changed.notify_all()
         if here:
             self._run(handle)
@@ -114,11 +116,6 @@ class GroupQueue:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=COMMUNICATION_THREAD, daemon=True)
-            self._thread.start()
 
     def _serve(self) -> None:
         while True:
