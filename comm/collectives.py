@@ -321,14 +321,13 @@ def run_collective(
     queue, posted = queue_of(group), time.perf_counter_ns()
     ranks = group_of(group).size()
 
+    def seconds_on(link: slow_link.Link) -> float:
+        return cost.seconds(*native.charged(header, group), num_bytes, ranks, link)
+
     def job(sequence: int) -> None:
-        with (
-            handover or nullcontext(),
-            span(header.op, "communication", pattern=header.pattern, bytes=num_bytes),
-        ):
-            ready = posted if handover is None else time.perf_counter_ns()
-            charged = native.charged(header, group)
-            delay = LinkDelay(queue, ready, lambda link: cost.seconds(*charged, num_bytes, ranks, link))
+        how = {"pattern": header.pattern, "bytes": num_bytes}
+        with handover or nullcontext(), span(header.op, "communication", **how):
+            delay = LinkDelay(queue, posted if handover is None else time.perf_counter_ns(), seconds_on)
             if header.pattern == "torch":
                 native.run_slowly(header, group, sequence, delay, buffers, parts)
             else:

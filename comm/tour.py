@@ -113,26 +113,21 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
     n = cluster.world_size
     numel = int(args.mb * (1 << 18)) // n * n  # torch's own collectives need equal shards
     t = tensors(cluster, numel)
+    device = t["full"].device
     call(op, pattern, t)
     times: list[float] = []
-    traffic = interface = None
     while len(times) < args.repeats and sum(times) < 2.0:
         c.barrier()
         sent, on_wire = LEDGER.total(), own_interface_bytes()
-        start = time_when_done(t["full"].device)
+        start = time_when_done(device)
         call(op, pattern, t)
-        took = (time_when_done(t["full"].device) - start) / 1e9
-        elapsed = torch.tensor([took], dtype=torch.float64, device=t["full"].device)
+        elapsed = torch.tensor([(time_when_done(device) - start) / 1e9], dtype=torch.float64, device=device)
         traffic = LEDGER.total() - sent
-        # Wait for the last rank: then all traffic of the operation has left.
-        c.barrier()
-        barrier = cost.header_traffic(n).bytes_sent
-        now_on_wire = own_interface_bytes()
-        if on_wire is not None and now_on_wire is not None:
-            interface = now_on_wire - on_wire - barrier
+        c.barrier()  # waits for the last rank: then all traffic of the operation has left
+        if on_wire is not None:
+            on_wire = (own_interface_bytes() or 0) - on_wire - cost.header_traffic(n).bytes_sent
         c.all_reduce(elapsed, op="max", pattern="torch" if elapsed.is_cuda else "recursive_doubling")
         times.append(elapsed.item())
-    assert traffic is not None
     return {
         "op": op,
         "pattern": pattern,
@@ -142,7 +137,7 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         "bytes_sent": traffic.bytes_sent,
         "messages_sent": traffic.messages_sent,
         "by_formula": pattern == "torch",
-        "interface_bytes": interface,
+        "interface_bytes": on_wire,
     }
 
 

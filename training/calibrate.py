@@ -1,6 +1,6 @@
 """Measure alpha and beta of a group's all-reduce, from the times of a tiny one and a large one.
 
-A ping-pong (comm.point_to_point) measures what the wire can do. This measures what an all-reduce gets out of
+`measure_link` (comm.patterns) measures what the wire can do. This measures what an all-reduce gets out of
 the wire, with its Python, its copies and its arithmetic, on cores that all ranks share.
 """
 

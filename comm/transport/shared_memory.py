@@ -88,21 +88,23 @@ class Done(Protocol):
 
 
 class End:
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
+    def __init__(self, end: socket.socket, segment: Segment | None = None) -> None:
+        self.socket, self._segment = end, segment
 
     def sleep(self, sleeps: bool) -> None:
         """Tell the peer whether this rank has to be woken. (The kernel does that for a socket.)"""
 
     def close(self) -> None:
         self.socket.close()
+        if self._segment is not None:
+            self._segment.close()
 
 
 class OutEnd(End):
     """The end into which this rank sends its messages, in the order of `post`."""
 
-    def __init__(self, end: socket.socket) -> None:
-        super().__init__(end)
+    def __init__(self, end: socket.socket, segment: Segment | None = None) -> None:
+        super().__init__(end, segment)
         self._queue: deque[tuple[memoryview, Done]] = deque()
 
     @property
@@ -115,8 +117,8 @@ class OutEnd(End):
 
 class MemoryOut(OutEnd):
     def __init__(self, end: socket.socket, segment: Segment) -> None:
-        super().__init__(end)
-        self._segment, self._words, self._ring = segment, segment.words, segment.ring
+        super().__init__(end, segment)
+        self._words, self._ring = segment.words, segment.ring
         self._head = self._num_taken = 0
 
     def push(self) -> bool:
@@ -151,15 +153,11 @@ class MemoryOut(OutEnd):
     def sleep(self, sleeps: bool) -> None:
         self._words[SENDER_SLEEPS] = sleeps
 
-    def close(self) -> None:
-        super().close()
-        self._segment.close()
-
 
 class MemoryIn(End):
     def __init__(self, end: socket.socket, segment: Segment) -> None:
-        super().__init__(end)
-        self._segment, self._words, self._ring = segment, segment.words, segment.ring
+        super().__init__(end, segment)
+        self._words, self._ring = segment.words, segment.ring
         self._tail = 0
 
     def receive(self, into: memoryview) -> int:
@@ -186,10 +184,6 @@ class MemoryIn(End):
 
     def sleep(self, sleeps: bool) -> None:
         self._words[RECEIVER_SLEEPS] = sleeps
-
-    def close(self) -> None:
-        super().close()
-        self._segment.close()
 
 
 def write_to_ring(ring: memoryview, position: int, data: memoryview) -> None:

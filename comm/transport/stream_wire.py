@@ -45,10 +45,6 @@ class StreamWire(Wire):
         self.streams.what = f"{op} ({pattern})"
         self._deferred: list[Callable[[], None]] = []
 
-    @property
-    def names(self) -> list[int]:
-        return self.streams.names
-
     def finish_handshake(self) -> None:
         if self.check is not None:
             super().finish_handshake()

@@ -242,9 +242,8 @@ class Streams:
         if self.transport == "shared_memory":
             connection.close()
             raise CommError(
-                f"{self.what}: rank {dist.get_rank()} and rank {peer.name} cannot share memory. Either rank "
-                f"{peer.name} has left, or it is on another machine or in another container: then take the "
-                "transport auto or sockets."
+                f"{self.what}: rank {dist.get_rank()} and rank {peer.name} cannot share memory: "
+                "they are on two machines or in two containers. Take the transport auto or sockets."
             )
         return StreamOut(connection)
 

@@ -16,10 +16,11 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.wire.wire import Wire
+from comm.wire.wire import Wire, global_ranks
 
 OPS = (
     *("barrier", "broadcast", "scatter", "gather", "reduce"),
@@ -132,7 +133,7 @@ class HeaderExchange:
         self.has_even_parts = len(calls) == 1 and self._mine.shard != UNEVEN
         # Equal headers fit, unless there are shards of wrong sizes. Comparing numbers first saves time.
         if len(calls) > 1 or op in SHARDED:
-            check_headers([Header.of(row) for row in rows], self._wire.names)
+            check_headers([Header.of(row) for row in rows], self._wire.group)
         return max(ready for *_, ready in rows)
 
 
@@ -146,33 +147,24 @@ def wait_until_all_have_read(wire: Wire) -> None:
         exchange_numbers(wire, [0])
 
 
-def check_headers(headers: list[Header], names: list[int]) -> None:
+def check_headers(headers: list[Header], group: dist.ProcessGroup) -> None:
     """Raise Mismatch unless all headers agree and each shard has the size of its part of the full tensor."""
-    op = headers[0].op
+    op, full = headers[0].op, max(header.full for header in headers)
     if op == "barrier":
-        same = all(header.op == op for header in headers)
+        calls: set = {header.op for header in headers}
     elif op in ("scatter", "gather", "all_to_all"):
-        same = len({_common(header) for header in headers}) == 1
+        calls = {header[:5] for header in headers}  # op, pattern, dtype, reduction and root
     else:
-        same = len({(*_common(header), header.full) for header in headers}) == 1
-    if not same:
-        raise Mismatch(f"The ranks do not fit together: {_calls_by_rank(headers, names)}. {_cure(headers)}")
-    if op in SHARDED:
-        _check_shards(headers, names)
-
-
-def _check_shards(headers: list[Header], names: list[int]) -> None:
-    full = max(header.full for header in headers)
+        calls = {(*header[:5], header.full) for header in headers}
+    if len(calls) > 1:
+        calls_by_rank = _calls_by_rank(headers, global_ranks(group))
+        raise Mismatch(f"The ranks do not fit together: {calls_by_rank}. {_cure(headers)}")
     for rank, size in enumerate(shard_sizes(full, len(headers))):
-        if headers[rank].shard != size:
+        if op in SHARDED and headers[rank].shard != size:
             raise Mismatch(
-                f"{headers[0].op}: the shard of rank {names[rank]} has {headers[rank].shard} elements, "
+                f"{op}: the shard of rank {global_ranks(group)[rank]} has {headers[rank].shard} elements, "
                 f"but its part of {full} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
             )
-
-
-def _common(header: Header) -> tuple:
-    return header.op, header.pattern, header.dtype, header.reduction, header.root
 
 
 def _calls_by_rank(headers: list[Header], names: list[int]) -> str:
@@ -199,7 +191,7 @@ def check_parts(wire: Wire, out_sizes: list[int], in_sizes: list[int]) -> None:
     expected, sent = table[:, 0, :], table[:, 1, :].T
     wrong = (expected != sent).nonzero().tolist()
     if wrong:
-        (to, by), names = wrong[0], wire.names
+        (to, by), names = wrong[0], global_ranks(wire.group)
         raise Mismatch(
             f"all_to_all: rank {names[by]} sends {int(sent[to, by])} elements to rank {names[to]}, "
             f"which expects {int(expected[to, by])}; input_sizes[p] on rank r must be output_sizes[r] on "

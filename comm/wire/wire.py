@@ -96,10 +96,6 @@ class Wire:
         self._turn = 1 + sequence % ((1 << _TURN_BITS) - 1) if sequence else 0
         self._sent, self._received = numbers or (defaultdict(int), defaultdict(int))
 
-    @property
-    def names(self) -> list[int]:
-        return global_ranks(self.group)
-
     def finish_handshake(self) -> None:
         """Raise Mismatch unless all ranks' headers fit, before this rank waits for its first message."""
         check, self.check = self.check, None
