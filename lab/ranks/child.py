@@ -85,20 +85,19 @@ def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> N
     parent = Parent(pipe, job)
     sys.path[:] = job.path
     os.chdir(job.working_directory)
-    with open(stacks.stack_file(job.folder, job.rank), "a") as file:
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-        failed = False
-        try:
-            reply = cloudpickle.dumps((time.monotonic(), _call(job, parent), None))
-        except BaseException as error:
-            failed, reply = True, _failure(error, job)
-        _finish_output()
-        pipe.send_bytes(reply)
-        if failed:
-            # End like a crashed process: connections close, and no destructor waits for peers.
-            os._exit(1)
-        while True:  # until the parent ends this process: peers may still read from its connections
-            signal.pause()
+    faulthandler.register(signal.SIGUSR2)  # prints where this rank is
+    failed = False
+    try:
+        reply = cloudpickle.dumps((time.monotonic(), _call(job, parent), None))
+    except BaseException as error:
+        failed, reply = True, _failure(error, job)
+    _finish_output()
+    pipe.send_bytes(reply)
+    if failed:
+        # End like a crashed process: connections close, and no destructor waits for peers.
+        os._exit(1)
+    while True:  # until the parent ends this process: peers may still read from its connections
+        signal.pause()
 
 
 def _call(job: Job, parent: Parent) -> Any:

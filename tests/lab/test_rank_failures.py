@@ -96,10 +96,11 @@ def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them
     assert not [path for path in tmp_path.iterdir() if is_alive(int(path.read_text()))]
 
 
-def test_a_rank_that_holds_pythons_lock_is_found_by_a_signal(monkeypatch):
+def test_a_rank_that_holds_pythons_lock_prints_its_line(monkeypatch, capfd):
     def work(cluster) -> None:
         re.match("(a+)+$", "a" * 64 + "b")  # takes years, in C code that does not release the lock
 
-    monkeypatch.setattr(ranks, "_STACKS", 2.0)
-    with pytest.raises(RankError, match=r"rank 0 is stuck at \S+test_rank_failures\.py:\d+ in work: re\.m"):
+    monkeypatch.setattr(ranks, "_STACKS", 1.0)
+    with pytest.raises(RankError, match=r"rank 0 is stuck in C code, or too slow to answer"):
         run_ranks(work, 1, timeout=0.5)
+    assert re.search(r'test_rank_failures\.py", line \d+ in work', capfd.readouterr().err)
