@@ -8,9 +8,6 @@ Every rank makes the full model with the same seed, and keeps its own stages. No
 the start, all stages run on tensors without memory (device "meta"), and so every rank knows what it will
 receive. Two ranks that share a parameter hold a copy each. The copies start equal, and get the sum of both
 gradients.
-
-This is what every pipeline needs around a step: shapes, tied parameters, evaluation, the full state. The
-lessons' classes add the step.
 """
 
 from collections.abc import Sequence
@@ -125,8 +122,7 @@ class OwnStages(nn.Module):
             )
         if self._is_complete and any(copy.grad is not None and copy.grad.any() for copy, _ in self.tied):
             raise WorkbookError(
-                "finish_gradient_sync() has added up the gradients that two stages share, and another step "
-                "would count them twice: call zero_grad() first, or finish_gradient_sync() after all steps."
+                "finish_gradient_sync() has added up gradients that two stages share: call zero_grad() first."
             )
         self._is_complete = False
 
@@ -141,10 +137,7 @@ class OwnStages(nn.Module):
 
     @torch.no_grad()
     def forward_only(self, x: Tensor) -> Tensor | None:
-        """Return the outputs for a batch, on the rank of the last stage; None on the others.
-
-        All ranks call it. The microbatches follow each other through the stages.
-        """
+        """Return the outputs for a batch on the rank of the last stage, None elsewhere. All ranks call it."""
         arriving = list(x.chunk(self.microbatches))
         for name, stage in self.stages.items():
             index, made, leaving = int(name), [], []
@@ -197,11 +190,7 @@ class OwnStages(nn.Module):
         ]
 
     def traffic_per_step(self) -> Traffic:
-        """Return what this rank sends in a step.
-
-        Over each boundary to another rank it sends m activations, or m gradients back. It also sends, once,
-        the gradient of each parameter that it shares with another rank.
-        """
+        """Return what this rank sends in a step: m tensors over each boundary, and tied gradients."""
         tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
         traffic = Traffic(sum(tied), len(tied))
         for boundary in range(1, self.last + 1):

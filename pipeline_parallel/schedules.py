@@ -7,20 +7,8 @@ two, or one for each of its halves I and W. A dot is a column in which the rank 
 actions of a rank's second stage.
 
 There are p ranks and m microbatches. A forward takes f seconds, and a backward b = i + w: i for the gradient
-of the stage's input, w for the gradients of its weights.
-
-                 seconds that rank 0 is idle     most microbatches whose activations a rank holds at a time,
-                 from its first to last action   from F to the end of B or W
-    naive        (p-1) (f+b) m                   1
-    gpipe        (p-1) (f+b)                     m
-    1f1b         (p-1) (f+b)                     p - rank
-    interleaved  (p-1) (f+b)                     (chunks-1) p + 2 (p-1-rank) + 1, in smaller stages
-    zb_h1        (p-1) (f+i-w)                   p
-    zb_v         0 where f = i = w               2 p, in stages of half the size
-
-`interleaved` cuts the model into `chunks` times as many stages, so its f and b are `chunks` times shorter;
-its memory is that for an m that p divides. With few microbatches some ranks are idle for longer: theory.py
-has the exact formulas. All arguments must be at least 1, and a ValueError says which one is not.
+of the stage's input, w for the gradients of its weights. theory.py has the formulas of idle time and memory.
+All arguments must be at least 1, and a ValueError says which one is not.
 """
 
 from collections import Counter

@@ -37,22 +37,17 @@ class ScheduleError(WorkbookError):
     """Says in a sentence what is wrong with a table, and shows the table with the wrong cells in brackets."""
 
 
-def validate(table: Table, max_held: int | Sequence[int] | None = None) -> None:
+def validate(table: Table) -> None:
     """Raise ScheduleError unless the table trains every stage on every microbatch, and comes to its end.
 
     Every stage is on one rank, and none is left out; it does F, and either B or both I and W, once for each
-    microbatch; nothing comes before what it needs, and no ranks wait for each other. With `max_held` (for
-    all ranks, or one for each) no rank holds the activations of more microbatches than that, counted in each
-    of its stages.
+    microbatch; nothing comes before what it needs, and no ranks wait for each other.
     """
     places = _places(table)
     _check_stages(table)
     _check_complete(table, places)
     _check_rows(table, places)
     _check_progress(table, places)
-    if max_held is not None:
-        limits = [max_held] * len(table) if isinstance(max_held, int) else max_held
-        _check_held(table, limits)
 
 
 def held(row: Sequence[Action]) -> Iterator[int]:
@@ -199,18 +194,6 @@ def _deadlock(table: Table, at: Mapping[int, int], waits_for: dict[int, _Place])
         [(rank, at[rank]) for rank in waits_for],
         {rank: f"waits for {target(rank)}" for rank in waits_for},
     )
-
-
-def _check_held(table: Table, limits: Sequence[int]) -> None:
-    for rank, (row, limit) in enumerate(zip(table, limits, strict=True)):
-        for i, now in enumerate(held(row)):
-            if now > limit:
-                raise _error(
-                    f"In {row[i]} rank {rank} holds {now} microbatches, summed over its stages, and its "
-                    f"limit is {limit}.",
-                    table,
-                    [(rank, i)],
-                )
 
 
 def _error(

@@ -171,12 +171,14 @@ def test_zb_v_is_torchs():
 
 @given(some_ranks, some_microbatches)
 def test_schedules_with_one_stage_a_rank_are_valid_and_hold_what_they_say(p: int, m: int):
-    validate(naive(p, m), max_held=1)
-    validate(gpipe(p, m), max_held=m)
-    validate(one_f_one_b(p, m), max_held=[p - rank for rank in range(p)])
-    validate(zb_h1(p, m), max_held=p)
-    assert [max(held(row)) for row in one_f_one_b(p, m)] == [min(m, p - rank) for rank in range(p)]
-    assert [max(held(row)) for row in zb_h1(p, m)] == [min(m, p)] * p
+    for make, most in (
+        (naive, [1] * p),
+        (gpipe, [m] * p),
+        (one_f_one_b, [min(m, p - rank) for rank in range(p)]),
+        (zb_h1, [min(m, p)] * p),
+    ):
+        validate(make(p, m))
+        assert [max(held(row)) for row in make(p, m)] == most
 
 
 @given(some_ranks, some_microbatches, some_chunks)
@@ -184,7 +186,7 @@ def test_interleaved_is_valid_and_holds_its_warmup_and_one(p: int, m: int, chunk
     table = interleaved_1f1b(p, m, chunks)
     largest_round = -(-m // max(1, m // p))
     bound = [(chunks - 1) * largest_round + 2 * (p - 1 - rank) + 1 for rank in range(p)]
-    validate(table, max_held=bound)
+    validate(table)
     assert [max(held(row)) for row in table] == [min(chunks * m, most) for most in bound]
     assert placement(table) == {stage: stage % p for stage in range(chunks * p)}
 
@@ -192,9 +194,9 @@ def test_interleaved_is_valid_and_holds_its_warmup_and_one(p: int, m: int, chunk
 @given(some_ranks, some_microbatches)
 def test_zb_v_is_valid_and_holds_as_much_everywhere_as_1f1b_on_rank_0(p: int, m: int):
     table = zb_v(p, m)
-    validate(table, max_held=2 * p)
-    if m >= 2 * p - 1:
-        assert [max(held(row)) for row in table] == [2 * p] * p
+    validate(table)
+    most = [max(held(row)) for row in table]
+    assert most == [2 * p] * p if m >= 2 * p - 1 else max(most) <= 2 * p
     assert placement(table) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
 
 

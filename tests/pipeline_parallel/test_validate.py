@@ -13,10 +13,10 @@ def written(*rows: str) -> Table:
     return [parse_row(row, stage) for stage, row in enumerate(rows)]
 
 
-def said_of(table: Table, max_held=None) -> list[str]:
+def said_of(table: Table) -> list[str]:
     """Return the lines of the error: its sentence, an empty line, and one for each rank."""
     with pytest.raises(ScheduleError) as error:
-        validate(table, max_held)
+        validate(table)
     lines = str(error.value).split("\n")
     assert len(lines) == 2 + len(table) and lines[1] == ""
     assert all(line.startswith(f"rank {rank}") for rank, line in enumerate(lines[2:]))
@@ -64,18 +64,6 @@ def test_a_stage_on_two_ranks_is_marked_where_it_does_not_belong():
 def test_a_stage_left_out_is_named():
     assert said_of(written("F0 B0", "2F0 2B0"))[0] == "No rank has stage 1."
     assert said_of([[], []]) == ["No rank has stage 0.", "rank 0", "rank 1"]
-
-
-def test_holding_too_many_is_marked_where_it_begins():
-    table = written("F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2")
-    validate(table, max_held=3)
-    validate(table, max_held=[3, 1])
-    for max_held in (2, [2, 1]):
-        assert said_of(table, max_held) == [
-            "In 0F2 rank 0 holds 3 microbatches, summed over its stages, and its limit is 2.",
-            "rank 0   0F0  0F1 [0F2] 0B0  0B1  0B2",
-            "rank 1   1F0  1B0  1F1  1B1  1F2  1B2",
-        ]
 
 
 def test_a_microbatch_is_held_until_its_weight_gradient_has_ended():
