@@ -13,13 +13,11 @@ So a rank has one outgoing link, which sends its messages one after the other in
 latency alpha delays a message, but not the messages behind it (Hockney's alpha and beta, as in `comm.cost`).
 A message between two stages of one rank takes no time, and without `link` all messages take none.
 
-Stages may be unequal, links slow, and any table is accepted; `pipeline_parallel.analysis.theory` has formulas
-for the regular cases. The simulator looks at each action a constant number of times, so thousands of ranks
-take seconds.
+Stages may be unequal, links slow, and any table is accepted; theory.py has formulas for the regular cases.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -114,11 +112,7 @@ class Simulation:
 
     @property
     def peak_held(self) -> list[int]:
-        """Return the most microbatches that each rank held at a time.
-
-        A stage holds a microbatch from the start of its F to the end of its B or W. If two stages of a rank
-        hold a microbatch, it counts twice.
-        """
+        """Return the most microbatches that each rank held at a time, counted in each of its stages."""
         return [max(held([timed.action for timed in row]), default=0) for row in self.rows]
 
     def events(self) -> list[Event]:
@@ -148,42 +142,27 @@ class Simulation:
         ]
 
 
-def simulate(
-    table: Table, costs: Costs, link: Link | None = None, message_bytes: int | Sequence[int] = 0
-) -> Simulation:
-    """Return the timeline of `table`.
+def simulate(table: Table, costs: Costs, link: Link | None = None, message_bytes: int = 0) -> Simulation:
+    """Return the timeline of `table`. ScheduleError for a table that would never end.
 
-    `message_bytes` is the size of an activation and of its gradient: one number, or one for each boundary
-    between stages, beginning with that of stages 0 and 1. ValueError if costs or sizes are not for the stages
-    of the table, ScheduleError for a table that would never end.
+    `message_bytes` is the size of an activation and of its gradient, at each boundary between stages.
     """
     rank_of = placement(table)
-    num_stages = 1 + max(rank_of, default=-1)
-    for each in (costs.forward, costs.input_gradient, costs.weight_gradient):
-        if len(each) != num_stages:
-            raise ValueError(f"The table has {num_stages} stages, but the costs are for {len(each)}.")
-    num_boundaries = max(0, num_stages - 1)
-    sizes = message_bytes if isinstance(message_bytes, Sequence) else [message_bytes] * num_boundaries
-    if len(sizes) != num_boundaries:
-        raise ValueError(
-            f"{num_stages} stages have {num_boundaries} boundaries, not {len(sizes)}: give one size for each."
-        )
-
+    last_stage = max(rank_of, default=-1)
     rows: list[list[TimedAction]] = [[] for _ in table]
     free: list[float] = [0] * len(table)  # when the rank is free; 0, not 0.0, so that fractions stay exact
     link_free: list[float] = [0] * len(table)  # when the messages of the rank are out
     arrives: dict[Action, float] = {}  # when a result is there, by its name as a dependency
     for rank, action in in_order(table):
         # A result of the same stage was there before the rank was last free.
-        needed = [need for need in dependencies(action, num_stages - 1) if need.stage != action.stage]
+        needed = [need for need in dependencies(action, last_stage) if need.stage != action.stage]
         start = max([free[rank], *(arrives[need] for need in needed)])
         end = free[rank] = start + costs.seconds(action)
         rows[rank].append(TimedAction(action, start, end))
         arrives[as_dependency(action)] = end
-        message = sent_by(action, num_stages - 1)
+        message = sent_by(action, last_stage)
         if link is not None and message is not None and rank_of[message.receiver] != rank:
-            size = sizes[min(message.stage, message.receiver)]
-            link_free[rank] = max(end, link_free[rank]) + size * link.beta
+            link_free[rank] = max(end, link_free[rank]) + message_bytes * link.beta
             arrives[as_dependency(action)] = link_free[rank] + link.alpha
     if any(len(done) < len(row) for row, done in zip(table, rows, strict=True)):
         validate(table)

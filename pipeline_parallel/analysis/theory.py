@@ -35,8 +35,6 @@ Parallelism", 2023, arXiv:2401.10241, sections 2.3 and 6. The other cases and th
 found and tested with `pipeline_parallel.analysis.simulate`.
 """
 
-from pipeline_parallel.schedules import SCHEDULES
-
 
 def makespan(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
@@ -44,7 +42,7 @@ def makespan(
     """Return the seconds from the first action's start to the last one's end; None if there is no formula.
 
     f, i and w are the seconds of one rank for one microbatch, all its stages together. `chunks` is the number
-    of stages of a rank, for `interleaved` alone. ValueError for an unknown schedule.
+    of stages of a rank, for `interleaved` alone.
     """
     waiting = idle(schedule, ranks, microbatches, chunks, f, i, w)
     return None if waiting is None else microbatches * (f + i + w) + waiting
@@ -53,10 +51,7 @@ def makespan(
 def bubble(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
 ) -> float | None:
-    """Return the share of the makespan in which a rank is idle, from 0 to 1.
-
-    Arguments and None are those of `makespan`.
-    """
+    """Return the share of the makespan in which a rank is idle, from 0 to 1; arguments as for `makespan`."""
     seconds = makespan(schedule, ranks, microbatches, chunks, f, i, w)
     if seconds is None:
         return None
@@ -66,48 +61,28 @@ def bubble(
 def idle(
     schedule: str, ranks: int, microbatches: int, chunks: int, f: float, i: float, w: float
 ) -> float | None:
-    """Return the seconds in which a rank is idle, equal for all ranks. Arguments and None are those of
-    `makespan`.
-    """
+    """Return the seconds in which a rank is idle, equal for all ranks; arguments are those of `makespan`."""
     p, m, v, b = ranks, microbatches, chunks, i + w
-    match schedule:
-        case "naive":
-            return m * (p - 1) * (f + b)
-        case "gpipe" | "1f1b":
-            return (p - 1) * (f + b)
-        case "interleaved":
-            return max(0, p - m) * (f + b) + (min(m, p) - 1) * (f + b) / v
-        case "zb_h1":
-            return (p - 1) * (f + i) - (min(m, p) - 1) * min(f, i, w)
-        case "zb_v":
-            if p == 1 or f == i == w or (m >= 2 * p - 1 and f <= i and i / 2 <= w <= i):
-                return max((p - 1) * i / 2, (2 * p - 1 - m) * f)
-            return None
-    raise _unknown(schedule)
+    has_formula = p == 1 or f == i == w or (m >= 2 * p - 1 and f <= i and i / 2 <= w <= i)
+    return {
+        "naive": m * (p - 1) * (f + b),
+        "gpipe": (p - 1) * (f + b),
+        "1f1b": (p - 1) * (f + b),
+        "interleaved": max(0, p - m) * (f + b) + (min(m, p) - 1) * (f + b) / v,
+        "zb_h1": (p - 1) * (f + i) - (min(m, p) - 1) * min(f, i, w),
+        "zb_v": max((p - 1) * i / 2, (2 * p - 1 - m) * f) if has_formula else None,
+    }[schedule]
 
 
 def held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
-    """Return the most microbatches that the rank holds at a time, counted once for each stage that holds it.
-
-    `chunks` is the number of stages of a rank, for `interleaved` alone. ValueError for an unknown schedule.
-    """
+    """Return the most microbatches that the rank holds at a time, counted in each of its stages."""
     p, m, v = ranks, microbatches, chunks
-    match schedule:
-        case "naive":
-            return 1
-        case "gpipe":
-            return m
-        case "1f1b":
-            return min(m, p - rank)
-        case "interleaved":
-            first_round = -(-m // max(1, m // p))
-            return min(m * v, (v - 1) * first_round + 2 * (p - 1 - rank) + 1)
-        case "zb_h1":
-            return min(m, p)
-        case "zb_v":
-            return min(2 * p, 2 * m, m + 1 + rank)
-    raise _unknown(schedule)
-
-
-def _unknown(schedule: str) -> ValueError:
-    return ValueError(f"There is no formula for schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}.")
+    first_round = -(-m // max(1, m // p))
+    return {
+        "naive": 1,
+        "gpipe": m,
+        "1f1b": min(m, p - rank),
+        "interleaved": min(m * v, (v - 1) * first_round + 2 * (p - 1 - rank) + 1),
+        "zb_h1": min(m, p),
+        "zb_v": min(2 * p, 2 * m, m + 1 + rank),
+    }[schedule]

@@ -49,12 +49,12 @@ def test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile():
     ]
 
 
-def test_each_boundary_has_messages_of_its_own_size_both_ways_and_stages_of_one_rank_have_none():
+def test_messages_go_both_ways_and_stages_of_one_rank_have_none():
     table = rows_of("F0 B0", "F0 B0", "F0 B0")
-    assert spans(simulate(table, Costs.equal(3, 1, 1, 0), Link(0, 1), [10, 100])) == [
-        "F0:0-1 B0:225-226",
-        "F0:11-12 B0:214-215",
-        "F0:112-113 B0:113-114",
+    assert spans(simulate(table, Costs.equal(3, 1, 1, 0), Link(0, 1), 10)) == [
+        "F0:0-1 B0:45-46",
+        "F0:11-12 B0:34-35",
+        "F0:22-23 B0:23-24",
     ]
     table = [parse_row("0F0 1F0 1B0 0B0")]
     assert spans(simulate(table, ONES, Link(1000, 1000), 1000)) == ["F0:0-1 F0:1-2 B0:2-4 B0:4-6"]
