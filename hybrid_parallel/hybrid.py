@@ -255,7 +255,8 @@ class HybridParallel(nn.Module):
             if self.tensor is not None and name in self.tensor.dims:
                 dim, shape[dim] = self.tensor.dims[name]
                 offset[dim] = self.mesh.coordinate("tensor") * local[dim]
-            shards += shards_of(name, trained, optimizer, shape, offset, local, start, parameter in copies)
+            where = {"shape": shape, "offset": offset, "box": local, "start": start}
+            shards += shards_of(name, trained, optimizer, **where, is_copy=parameter in copies)
         return shards
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:

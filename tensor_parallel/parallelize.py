@@ -185,7 +185,7 @@ class TensorParallel(nn.Module):
             if name in self.dims:
                 dim, size = self.dims[name]
                 offset[dim], shape[dim] = rank * shape[dim], size
-            found += shards_of(name, parameter, optimizer, tuple(shape), tuple(offset))
+            found += shards_of(name, parameter, optimizer, shape=shape, offset=offset)
         return found
 
 

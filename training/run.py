@@ -39,6 +39,7 @@ from comm import cost
 from comm.clocks import gather_events
 from comm.collectives import all_reduce, default_pattern, pattern_for
 from comm.cost import Link, expected_traffic
+from comm.exchange import on_main
 from comm.same_start import check_same_start
 from comm.transport import choice
 from comm.wire import slow_link
@@ -57,12 +58,12 @@ from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
 from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
-from training.checkpoint import Checkpoints, Shard, already_there, plain_shards
+from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
 from training.data import TrainingData, seed_step
 from training.evaluation import Sums, evaluating, held_out_means, sums_of
 from training.predict import median_step_seconds
 from training.report import overlap_figures, pattern_and_transport, replica_digests
-from training.validate import nothing_in, tick_seconds, validate_arguments, validate_folder
+from training.validate import refuse_if, tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
@@ -130,8 +131,22 @@ class Run:
         if args.trace is not None:
             validate_folder(self._cluster, "--trace", args.trace)
         if args.checkpoint is not None:
-            keep = getattr(args, "checkpoint_keep", 1)
-            self._checkpoints = Checkpoints(args.checkpoint, self._cluster, keep, args.resume)
+            folder, keep = Path(args.checkpoint), getattr(args, "checkpoint_keep", 1)
+            steps = on_main(
+                self._cluster, f"look for checkpoints in {folder}", lambda: complete_steps(folder)
+            )
+            self._newest = max(steps, default=None)
+            refuse_if(
+                args.resume and not steps,
+                f"There is no checkpoint in {folder} to resume from; name the directory of an earlier run, "
+                "or leave out --resume.",
+            )
+            refuse_if(
+                steps and not (args.resume or args.auto_resume),
+                f"{folder} has the checkpoint of step {self._newest}, from which this run has not started: "
+                "resume from it, or name another folder",
+            )
+            self._checkpoints = Checkpoints(folder, self._cluster, keep)
 
     def model(self) -> nn.Module:
         """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
@@ -167,13 +182,8 @@ class Run:
             yield 0
             return
         self._trained = model, optimizer
-        latest = self._checkpoints.latest()
-        if latest is None and self._args.resume:
-            raise nothing_in(Path(self._args.checkpoint))
-        if latest is not None and not (self._args.resume or self._args.auto_resume):
-            raise already_there(Path(self._args.checkpoint), latest)
-        if latest is not None:
-            self._first_step = self._load(latest)
+        if self._newest is not None:
+            self._first_step = self._load(self._newest)
         self._say_where_it_begins()
         with ExitStack() as handlers:
             self._stop_request = handlers.enter_context(StopRequest())
@@ -182,9 +192,6 @@ class Run:
             except Stopped:
                 self._save()
                 self._checkpoints.wait()
-                raise
-            except Exception:  # perhaps a rank has died, and the thread that saves waits for it
-                self._checkpoints.abandon()
                 raise
             self._save()
             self._checkpoints.wait()
@@ -215,7 +222,8 @@ class Run:
     def _load(self, step: int) -> int:
         """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
         args, (_, optimizer) = self._args, self._trained
-        made_with, here = self._checkpoints.extra(step)["made_with"], self._made_with()
+        found, here = self._checkpoints.find(step), self._made_with()
+        made_with = found.extra["made_with"]
         if made_with != here:
             raise WorkbookError(
                 f"The checkpoint was made with {made_with}, and this run has {here}; give the same "
@@ -225,7 +233,7 @@ class Run:
             raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
         if step >= args.steps:
             raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
-        self._checkpoints.create_state(step, optimizer)
+        create_state(optimizer, found)
         self._checkpoints.load(step, self._shards())
         for part in self._trained:
             if hasattr(part, "gather_parameters"):  # they were loaded in shards

@@ -17,7 +17,7 @@ MAX_BATCH = 1 << 20  # examples; thousands of GiB of activations, even in the sm
 SEEDS = 1 << 32
 
 
-def refuse_if(is_wrong: bool, sentence: str) -> None:
+def refuse_if(is_wrong: object, sentence: str) -> None:
     """Raise WorkbookError with `sentence` if something is wrong."""
     if is_wrong:
         raise WorkbookError(sentence)
@@ -101,20 +101,14 @@ def tick_seconds(metronome: str) -> float:
         raise WorkbookError(f"--metronome {metronome}: {error}.") from error
 
 
-def validate_folder(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
-    """Refuse, on all ranks, a folder in which rank 0 cannot write. Create it, except to resume from it."""
-
-    def make() -> None:
-        if resume and not Path(name).is_dir():
-            raise nothing_in(Path(name))
-        _try_to_write(option, name, 0)
-
-    on_main(cluster, option, make)
+def validate_folder(cluster: Cluster, option: str, name: str) -> None:
+    """Refuse, on all ranks, a folder in which rank 0 cannot write. Create it."""
+    on_main(cluster, option, lambda: _try_to_write(option, name, 0))
 
 
-def validate_shared_folder(cluster: Cluster, option: str, name: str, resume: bool = False) -> None:
+def validate_shared_folder(cluster: Cluster, option: str, name: str) -> None:
     """Refuse, on all ranks, a folder that is not the same for all, or in which one of them cannot write."""
-    validate_folder(cluster, option, name, resume)
+    validate_folder(cluster, option, name)
     with ExitStack() as until_seen:
 
         def mark() -> str:
@@ -143,11 +137,3 @@ def _try_to_write(option: str, name: str, rank: int) -> None:
         raise WorkbookError(
             f"{option} {name}: rank {rank} cannot write there ({why}); name another folder."
         ) from error
-
-
-def nothing_in(folder: Path) -> WorkbookError:
-    """Return the error for a folder without a checkpoint."""
-    return WorkbookError(
-        f"There is no checkpoint in {folder} to resume from; name the directory of an earlier run, "
-        "or leave out --resume."
-    )

@@ -12,7 +12,7 @@ mutant(
     "checkpoint_awaited_by_one_rank",
     "A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on disk.",
     target="training.checkpoint.Checkpoints.wait",
-    changes={"while self._writer is not None": "while self._cluster.is_main and self._writer is not None"},
+    changes={"if self._writer is not None": "if self._cluster.is_main and self._writer is not None"},
     killer=CHECKPOINT + "test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
 )
 
@@ -46,7 +46,7 @@ mutant(
     "checkpoint_of_tensors_that_change",
     "A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes.",
     target="training.checkpoint.Checkpoints._copied",
-    changes={"self._copies[place].copy_(source).view(-1)": "source.view(-1)"},
+    changes={"tensor=self._copies[place].copy_(source)": "tensor=source"},
     killer=CHECKPOINT + "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change",
     symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
 )
@@ -70,8 +70,8 @@ mutant(
     ),
     target="training.checkpoint.shards_of",
     changes={
-        'yield Shard(f"optimizer/{kind}/{name}", _local(value), *where)': (
-            'yield Shard(f"optimizer/{kind}/{name}", _local(value), shape)'
+        'yield Shard(f"optimizer/{kind}/{name}", _local(value), **where)': (
+            'yield Shard(f"optimizer/{kind}/{name}", _local(value), where.get("shape"))'
         ),
     },
     killer=CHECKPOINT + "test_the_state_of_an_optimizer_lies_where_its_parameter_does",

@@ -18,7 +18,7 @@ from hybrid_parallel.train_hybrid import begin
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, complete_steps, create_state
 from training.run import Run
 
 ARGS = ElasticMeshArgs(
@@ -54,13 +54,12 @@ def die_in(owner: type, name: str, call: int) -> None:
 def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
     """Return all parameters and both moments of each from the checkpoint of the last step."""
     torch.set_default_dtype(torch.float64)
-    _, hybrid = begin(cluster, args, "hybrid_elastic_mesh")
+    _, hybrid = begin(cluster, dataclasses.replace(args, checkpoint=None), "hybrid_elastic_mesh")
+    assert complete_steps(Path(str(args.checkpoint)))[-1] == args.steps
     checkpoints = Checkpoints(str(args.checkpoint), cluster)
-    step = checkpoints.latest()
-    assert step == args.steps
-    checkpoints.create_state(step, hybrid.optimizer)
+    create_state(hybrid.optimizer, checkpoints.find(args.steps))
     shards = hybrid.shards(hybrid.optimizer)
-    checkpoints.load(step, shards)
+    checkpoints.load(args.steps, shards)
     return {shard.name: shard.tensor.detach().clone() for shard in shards}
 
 

@@ -15,7 +15,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, gpt
-from training.checkpoint import Checkpoints, Shard, fill, read_manifest
+from training.checkpoint import Checkpoints, Shard, create_state, fill, read_manifest
 
 MOE = MoEConfig(4, 2)
 ROWS, STEPS = 8, 3
@@ -36,7 +36,7 @@ def save(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
 
 def load(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
     checkpoints = Checkpoints(folder, cluster)
-    checkpoints.create_state(STEPS, hybrid.optimizer)
+    create_state(hybrid.optimizer, checkpoints.find(STEPS))
     checkpoints.load(STEPS, hybrid.shards(hybrid.optimizer))
     if hybrid.sizes.zero in (1, 2):
         hybrid.data.gather_parameters()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from training.checkpoint import Checkpoints, Shard
+from training.checkpoint import Checkpoints, Shard, complete_steps
 
 
 class Evil:
@@ -63,8 +63,6 @@ def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) ->
 def save(cluster: Cluster, folder: Path, *values: int, tensor: int = 1, keep: int = 3) -> None:
     """Save the toy tensors of each value as a step of that number."""
     checkpoints = Checkpoints(folder, cluster, keep)
-    if (latest := checkpoints.latest()) is not None:
-        load_step(checkpoints, cluster, latest, tensor)
     for value in values:
         shards = shards_of_rank(cluster.rank, cluster.world_size, value, tensor)
         checkpoints.save(value, shards, {"step": value})
@@ -73,10 +71,8 @@ def save(cluster: Cluster, folder: Path, *values: int, tensor: int = 1, keep: in
 
 def load(cluster: Cluster, folder: Path, tensor: int = 1) -> int:
     """Return the step of the newest checkpoint, after all of it was found to be that step's."""
-    checkpoints = Checkpoints(folder, cluster)
-    latest = checkpoints.latest()
-    assert latest is not None
-    load_step(checkpoints, cluster, latest, tensor)
+    latest = complete_steps(folder)[-1]
+    load_step(Checkpoints(folder, cluster), cluster, latest, tensor)
     return latest
 
 
@@ -84,7 +80,7 @@ def load_step(checkpoints: Checkpoints, cluster: Cluster, step: int, tensor: int
     """Load a step, and compare each shard with what was saved."""
     wanted = shards_of_rank(cluster.rank, cluster.world_size, -1, tensor)
     checkpoints.load(step, wanted)
-    assert checkpoints.extra(step) == {"step": step}
+    assert checkpoints.find(step).extra == {"step": step}
     expected = shards_of_rank(cluster.rank, cluster.world_size, step, tensor)
     for got, right in zip(wanted, expected, strict=True):
         assert torch.equal(got.tensor, right.tensor), got.name
