@@ -45,7 +45,7 @@ from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
-from training.checkpoint import Shard, shards_of
+from training.checkpoint import Shard, part_of, shards_of
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
 from zero.train_zero1 import ZeroOptimizer
@@ -221,9 +221,8 @@ class HybridParallel(nn.Module):
         """Load what this rank holds of a full state, such as that of a plain model."""
         for shard in self.shards(None):
             full_tensor = state[shard.name.removeprefix("model/")]
-            for box in shard.boxes(shard.tensor.detach().view(-1)):
-                ends = zip(box.chunk.offsets, box.chunk.sizes, strict=True)
-                box.view.copy_(full_tensor[tuple(slice(first, first + size) for first, size in ends)])
+            for offset, box in shard.boxes().items():
+                box.copy_(part_of(full_tensor, offset, box.shape))
         for name, buffer in self.plain.named_buffers():
             if name in state:
                 buffer.copy_(state[name])

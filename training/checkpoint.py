@@ -277,8 +277,13 @@ class Checkpoints:
 
     def _write(self, step: int, shards: list[Shard], extra: Any) -> None:
         """Write this rank's shards, and complete the checkpoint with the other ranks; the thread's work."""
+        final = self._folder / f"step-{step}"
+        writer = Writer(final, final.with_name(f"{final.name}.tmp-{self._token}"), extra)
+        how = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        state = {shard.name: shard for shard in shards}
         try:
-            write(self._folder / f"step-{step}", self._token, shards, extra, self._group)
+            with in_a_sentence(f"save the checkpoint {final}"):
+                dcp.save(state, storage_writer=writer, planner=how, process_group=self._group)
             if self._cluster.is_main:
                 keep_newest(self._folder, self._keep)
         except BaseException as error:
@@ -399,35 +404,13 @@ def claim(folder: Path) -> None:
 # Writing and reading with DCP.
 
 
-class Place(NamedTuple):
-    """Says which sizes a box has, and where it is stored."""
-
-    sizes: Ints
-    file: str
-    start: int
-    crc32: int
-
-
 class Found(NamedTuple):
     """A complete checkpoint, as its manifest describes it."""
 
     folder: Path
     tensors: dict[str, TensorStorageMetadata]
-    places: dict[MetadataIndex, Place]
+    places: dict[MetadataIndex, tuple[Ints, str, int, int]]  # the box's sizes, file, start in it, CRC-32
     extra: Any
-
-
-def write(final: Path, token: str, shards: Iterable[Shard], extra: Any, group: Group) -> None:
-    """Write the shards of all ranks as the checkpoint `final`; all ranks call it with the same `token`.
-
-    Rank 0's `extra` counts. Raise WorkbookError on all ranks if one has failed; the checkpoint is then not
-    there.
-    """
-    state = {shard.name: shard for shard in shards}
-    how = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = Writer(final, final.with_name(f"{final.name}.tmp-{token}"), extra)
-    with in_a_sentence(f"save the checkpoint {final}"):
-        dcp.save(state, storage_writer=writer, planner=how, process_group=group)
 
 
 class Writer(dcp.FileSystemWriter):
@@ -489,7 +472,7 @@ def read_manifest(directory: Path, step: int) -> Found:
     found = Found(folder, {}, {}, manifest["extra"])
     for name, dtype, full, offset, *place in manifest["boxes"]:
         saved = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(full), [])
-        found.places[MetadataIndex(name, offset)] = Place(*place)
+        found.places[MetadataIndex(name, offset)] = tuple(place)
         chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(place[0]))
         found.tensors.setdefault(name, saved).chunks.append(chunk)
     return found
@@ -540,24 +523,25 @@ class Reader(dcp.FileSystemReader):
         """Read each box of the plan, check it, and copy the part of it that is wanted."""
         for item in plan.items:
             target = its_planner.state_dict[item.dest_index.fqn].boxes()[tuple(item.dest_index.offset or ())]
-            part = _part(self._box(item.storage_index), item.storage_offsets, item.lengths)
-            _part(target, item.dest_offsets, item.lengths).copy_(part)
+            part = part_of(self._box(item.storage_index), item.storage_offsets, item.lengths)
+            part_of(target, item.dest_offsets, item.lengths).copy_(part)
         return _done(None)
 
     def _box(self, index: MetadataIndex) -> Tensor:
-        place, dtype = self._found.places[index], self._found.tensors[index.fqn].properties.dtype
-        path, data = self._found.folder / place.file, bytearray(math.prod(place.sizes) * dtype.itemsize)
-        length = 0
+        sizes, name, start, crc32 = self._found.places[index]
+        dtype = self._found.tensors[index.fqn].properties.dtype
+        path, data, length = self._found.folder / name, bytearray(math.prod(sizes) * dtype.itemsize), 0
         with suppress(FileNotFoundError), open(path, "rb") as file:
-            file.seek(place.start)
+            file.seek(start)
             length = file.readinto(data)
-        if length < len(data) or zlib.crc32(data) != place.crc32:
+        if length < len(data) or zlib.crc32(data) != crc32:
             raise _damaged(path, f", in {index.fqn}")
-        return torch.frombuffer(data, dtype=dtype).view(place.sizes)
+        return torch.frombuffer(data, dtype=dtype).view(sizes)
 
 
-def _part(box: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    return box[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+def part_of(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
+    """Return a view of a box of the tensor."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
 
 
 @contextmanager

@@ -22,12 +22,12 @@ mutant(
         "A checkpoint cannot be loaded: its folder had its final name before the files of all ranks "
         "were on disk."
     ),
-    target="training.checkpoint.write",
+    target="training.checkpoint.Checkpoints._write",
     changes={
         'with in_a_sentence(f"save the checkpoint {final}"):': (
             'final.mkdir(exist_ok=True)\nwith in_a_sentence(f"save the checkpoint {final}"):'
         ),
-        'final.with_name(f"{final.name}.tmp-{token}")': "final",
+        'final.with_name(f"{final.name}.tmp-{self._token}")': "final",
     },
     killer=CHECKPOINT + "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete",
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",

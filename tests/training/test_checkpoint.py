@@ -132,35 +132,35 @@ def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
 
 
 def test_saves_wait_for_each_other_and_the_last_ones_are_kept_until_a_newer_one_is_complete(tmp_path):
-    def work(cluster: Cluster) -> tuple[list[str], list[list[int]]]:
-        begun: list[str] = []
+    def work(cluster: Cluster) -> tuple[list[int], list[list[int]]]:
+        begun: list[int] = []
         seen: list[list[int]] = []
-        write, remove = checkpoint.write, checkpoint.keep_newest
+        write, remove = Checkpoints._write, checkpoint.keep_newest
 
-        def noting(final: Path, *args) -> None:
-            begun.append(final.name)
-            write(final, *args)
+        def noting(self: Checkpoints, step: int, *args) -> None:
+            begun.append(step)
+            write(self, step, *args)
 
         def removing(*args) -> None:
             seen.append(complete_steps(tmp_path))
             remove(*args)
 
         with (
-            mock.patch.object(checkpoint, "write", noting),
+            mock.patch.object(Checkpoints, "_write", noting),
             mock.patch.object(checkpoint, "keep_newest", removing),
         ):
             save(cluster, tmp_path, 2, 4, 4, 6, 8, keep=2)
         return begun, seen
 
     for rank, (begun, seen) in enumerate(run_ranks(work, 2)):
-        assert begun == ["step-2", "step-4", "step-6", "step-8"], "a step is saved once"
+        assert begun == [2, 4, 6, 8], "a step is saved once"
         assert seen == ([] if rank else [[2], [2, 4], [2, 4, 6], [4, 6, 8]])
     assert sorted(os.listdir(tmp_path)) == ["step-6", "step-8"]
 
 
 def test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change():
     def work(cluster: Cluster, folder: Path) -> tuple[float, int]:
-        gate, write = threading.Event(), checkpoint.write
+        gate, write = threading.Event(), Checkpoints._write
 
         def slow(*args) -> None:
             gate.wait(30)
@@ -169,7 +169,7 @@ def test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_chan
         checkpoints = Checkpoints(folder, cluster)
         x, data = torch.full((1, 100), 1.0), {"epoch": 0, "next_batch": 7}
         shards = [Shard("model/x", x, (2, 100), (cluster.rank, 0))]
-        with mock.patch.object(checkpoint, "write", slow):
+        with mock.patch.object(Checkpoints, "_write", slow):
             checkpoints.save(1, shards, {"data": data})
             x.add_(1)  # the training continues
             data["next_batch"] += 1
