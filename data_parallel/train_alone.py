@@ -34,7 +34,7 @@ from lab.models.digits import load_digits
 from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
 from training.arguments import given
-from training.report import replicas_equal
+from training.report import replica_digests
 from training.validate import validate_numbers, validate_shares
 
 
@@ -110,7 +110,8 @@ def main(cluster: Cluster, args: Args) -> None:
 
     if cluster.is_main:
         Console(stderr=args.json).print(table)
-    meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal(cluster, model))
+    replicas_equal = len(set(replica_digests(cluster, model))) == 1
+    meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal)
 
 
 if __name__ == "__main__":

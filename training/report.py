@@ -22,12 +22,8 @@ from lab.trace.overlap import overlap_of
 def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]:
     """Return the medians over `steps` of one rank's seconds and shares; None where there is nothing."""
     overlaps = [overlap_of(events) for events in steps]
-    return {
-        "compute_seconds": median([one.compute_seconds for one in overlaps]),
-        "communication_seconds": median([one.communication_seconds for one in overlaps]),
-        "hidden_share": median([one.hidden_share for one in overlaps]),
-        "blocking_share": median([one.blocking_share for one in overlaps]),
-    }
+    names = "compute_seconds", "communication_seconds", "hidden_share", "blocking_share"
+    return {name: median([getattr(one, name) for one in overlaps]) for name in names}
 
 
 def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dict[str, str]:
@@ -54,8 +50,3 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
     if not hasattr(module, "full_state_dict"):
         return exchange(module_digest(module))
     return exchange(state_digest(module.full_state_dict()))  # type: ignore[operator]
-
-
-def replicas_equal(cluster: Cluster, module: nn.Module) -> bool:
-    """Return whether all ranks hold bitwise the same module. All must call it, and get the same answer."""
-    return len(set(replica_digests(cluster, module))) == 1

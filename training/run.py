@@ -28,7 +28,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
 from training.data import TrainingData, seed_step
-from training.evaluation import Sums, evaluating, held_out_means, sums_of
+from training.evaluation import evaluating, held_out_means, sums_of
 from training.predict import median_step_seconds
 from training.report import overlap_figures, pattern_and_transport, replica_digests
 from training.validate import refuse_if, tick_seconds, validate_arguments, validate_folder
@@ -243,11 +242,10 @@ class Run:
     def _say_where_it_begins(self) -> None:
         """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
         folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
-        first = self._first_step
-        text = f"training continues after step {first} of {steps}, from the checkpoint in {folder}."
-        if not first:
-            text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
-        if self._cluster.is_main and (self._first_step or restarts):
+        text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
+        if first := self._first_step:
+            text = f"training continues after step {first} of {steps}, from the checkpoint in {folder}."
+        if self._cluster.is_main and (first or restarts):
             again = f"restart {restarts}: " if restarts else ""
             print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
 
@@ -307,8 +305,8 @@ class Run:
         batches = (map(self._own_slice, batch) for batch in self._data.held_out())
         tokens, device = self._data.held_out_tokens, self._cluster.device
         before = LEDGER.total()
+        sums: Any = getattr(model, "evaluation_sums", lambda x, y, counts: sums_of(model(x), y, counts))
         with evaluating(model):
-            sums = partial(self._sums, model)
             loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
         self._validation_bytes += (LEDGER.total() - before).bytes_sent
         self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
@@ -316,12 +314,6 @@ class Run:
             self._validation["validation_accuracy"] = right
         if done < args.steps and self._meter is not None:
             self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
-
-    def _sums(self, model: nn.Module, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
-        """Return the sums over this rank's slice of a held-out batch; None if another rank counts them."""
-        if hasattr(model, "evaluation_sums"):
-            return model.evaluation_sums(x, y, counts)  # type: ignore[operator]
-        return sums_of(model(x), y, counts)
 
     def stop_if_asked(self, step: int) -> None:
         """End the training after this step if a rank was asked to (lab/launch/interrupt.py); only with

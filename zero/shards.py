@@ -32,7 +32,7 @@ class ParameterShard:
 
     def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[Shard]:
         """Yield, for a checkpoint, the shards of the parameter and of the optimizer's state."""
-        return shards_of(name, self.tensor, optimizer, tuple(self.parameter.shape), start=self.start)
+        return shards_of(name, self.tensor, optimizer, shape=self.parameter.shape, start=self.start)
 
 
 class FlatLayout:
