@@ -18,17 +18,9 @@ mutant(
 
 mutant(
     "checkpoint_complete_before_it_is_written",
-    (
-        "A checkpoint cannot be loaded: its folder had its final name before the files of all ranks "
-        "were on disk."
-    ),
-    target="training.checkpoint.Checkpoints._write",
-    changes={
-        'with in_a_sentence(f"save the checkpoint {final}"):': (
-            'final.mkdir(exist_ok=True)\nwith in_a_sentence(f"save the checkpoint {final}"):'
-        ),
-        'final.with_name(f"{final.name}.tmp-{self._token}")': "final",
-    },
+    "A checkpoint cannot be loaded: a folder counts as complete before the files of all ranks are on disk.",
+    target="training.checkpoint.complete_steps",
+    changes={"STEP.fullmatch": "STEP.match"},
     killer=CHECKPOINT + "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete",
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
