@@ -35,7 +35,7 @@ from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
 from training.arguments import given
 from training.report import replica_digests
-from training.validate import validate_numbers, validate_shares
+from training.validate import validate_numbers
 
 
 @dataclasses.dataclass
@@ -75,10 +75,10 @@ def main(cluster: Cluster, args: Args) -> None:
     data = load_digits()
     check_same_start(data[0], {"RUN_MODE": "train"} | given(args))
     images, labels, test_images, test_labels = (tensor.to(cluster.device) for tensor in data)
-    validate_numbers(1 if args.steps is None else args.steps, args.batch_size, args.lr, args.seed)
+    asked = 1 if args.steps is None else args.steps
+    validate_numbers(asked, args.batch_size, args.lr, args.seed, cluster.world_size)
     if args.epochs < 1:
         raise WorkbookError(f"--epochs {args.epochs}: there must be at least one.")
-    validate_shares(args.batch_size, cluster.world_size)
     sampler = DistributedSampler(len(images), cluster.rank, cluster.world_size, args.seed)
     loader = DataLoader(
         TensorDataset(images, labels), batch_size=args.batch_size // cluster.world_size, sampler=sampler

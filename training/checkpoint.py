@@ -59,7 +59,6 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +98,7 @@ STEP = re.compile(r"step-(\d+)")
 # What a rank holds.
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
     """Holds elements of the full tensor `name`, which has `shape`: a box, a range, or all.
 
@@ -128,10 +127,9 @@ class Shard:
     def place(self) -> tuple[str, Ints, Ints, Ints, int, int]:
         """Return which elements these are: name, full shape, the box's offset and sizes, the range's ends."""
         full = tuple(self.tensor.shape if self.shape is None else self.shape)
-        offset = (0,) * len(full) if self.offset is None else tuple(self.offset)
-        sizes = full if self.box is None else tuple(self.box)
-        if self.box is None and self.tensor.dim() == len(full) and self.start == 0:
-            sizes = tuple(self.tensor.shape)
+        offset = tuple(self.offset or [0] * len(full))
+        is_box = self.tensor.dim() == len(full) and self.start == 0
+        sizes = tuple(self.box or (self.tensor.shape if is_box else full))
         if full:  # rows after the end of the full tensor are padding
             sizes = (max(0, min(sizes[0], full[0] - offset[0])), *sizes[1:])
         end = max(self.start, min(self.start + self.tensor.numel(), math.prod(sizes)))
@@ -155,23 +153,19 @@ class Shard:
         return [ChunkStorageMetadata(torch.Size(at), box.shape) for at, box in self.boxes().items()]
 
     def __create_write_items__(self, name: str, _: Any) -> list[planner.WriteItem]:
-        dtype, kind = TensorProperties(self.tensor.dtype), planner.WriteItemType.SHARD
-        return [
-            planner.WriteItem(
-                MetadataIndex(name, box.offsets),
-                kind,
-                tensor_data=planner.TensorWriteData(box, dtype, self.size()),
-            )
-            for box in self.__create_chunk_list__()
-        ]
+        items, kind = [], planner.WriteItemType.SHARD
+        for box in self.__create_chunk_list__():
+            data = planner.TensorWriteData(box, TensorProperties(self.tensor.dtype), self.size())
+            items.append(planner.WriteItem(MetadataIndex(name, box.offsets), kind, tensor_data=data))
+        return items
 
 
 def boxes_of_range(start: int, end: int, sizes: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Yield offset and sizes of the boxes that hold elements start to end of a tensor, in row-major order."""
     if start >= end:
         return
-    if len(sizes) < 2:
-        yield ((start,), (end - start,)) if sizes else ((), ())
+    if not sizes:
+        yield (), ()
         return
     row = math.prod(sizes[1:])
     first, last = -(-start // row), end // row  # the whole rows are first..last
@@ -264,10 +258,10 @@ class Checkpoints:
         places = [shard.place for shard in shards]
         if places != self._places:  # they change on all ranks at once: all run the same program
             self._places, self._copies = places, {}
-            self._mine = _shared_out(exchange(places))[self._cluster.rank]
+            self._savers = _shared_out(exchange(places))
         copies = []
         for shard, place in zip(shards, places, strict=True):
-            if place in self._mine:
+            if self._savers[place] == self._cluster.rank:
                 source = shard.tensor.detach()
                 if place not in self._copies:
                     copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
@@ -324,19 +318,17 @@ class Checkpoints:
         fill(found, wanted, self._group)
 
 
-def _shared_out(layouts: list[list[tuple[Any, ...]]]) -> list[set[tuple[Any, ...]]]:
-    """Return which places each rank saves: equal ones go to the rank that has least to save so far."""
+def _shared_out(layouts: list[list[tuple[Any, ...]]]) -> dict[tuple[Any, ...], int]:
+    """Return the rank that saves each place: of those that have it, the one with least to save so far."""
     holders: dict[tuple[Any, ...], list[int]] = {}
     for rank, places in enumerate(layouts):
         for place in places:
             holders.setdefault(place, []).append(rank)
-    elements = [0] * len(layouts)
-    mine: list[set[tuple[Any, ...]]] = [set() for _ in layouts]
+    elements, savers = [0] * len(layouts), {}
     for place in sorted(holders, key=lambda place: place[4] - place[5]):  # the largest first
-        rank = min(holders[place], key=elements.__getitem__)
-        elements[rank] += place[5] - place[4]
-        mine[rank].add(place)
-    return mine
+        savers[place] = min(holders[place], key=elements.__getitem__)
+        elements[savers[place]] += place[5] - place[4]
+    return savers
 
 
 def create_state(optimizer: Optimizer, found: "Found") -> None:

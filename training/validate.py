@@ -25,7 +25,7 @@ def refuse_if(is_wrong: object, sentence: str) -> None:
 
 def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     """Refuse arguments that make no sense together; `sharing` ranks share a batch."""
-    validate_numbers(args.steps, args.batch_size, args.lr, args.seed)
+    validate_numbers(args.steps, args.batch_size, args.lr, args.seed, sharing)
     for option, name in (("--checkpoint", args.checkpoint), ("--trace", args.trace)):
         refuse_if(name is not None and not name.strip(), f"{option} has no value: name a folder.")
     option = "--resume" if args.resume else "--auto-resume"
@@ -38,7 +38,6 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         "--resume refuses a folder without a checkpoint, and --auto-resume starts at step 0 there: give one "
         "of them.",
     )
-    validate_shares(args.batch_size, sharing)
     mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
     refuse_if(parts < 1, f"--grad-acc-steps {parts}: there must be at least one.")
     fits = sharing * parts
@@ -62,8 +61,8 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
     refuse_if(not is_gpt, "--metronome works with the GPT only; leave --model out.")
 
 
-def validate_numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
-    """Refuse what no run can train with."""
+def validate_numbers(steps: int, batch_size: int, lr: float, seed: int, sharing: int) -> None:
+    """Refuse what no run can train with; `sharing` ranks share a batch."""
     refuse_if(steps < 1, f"--steps {steps}: there must be at least one.")
     refuse_if(batch_size < 1, f"--batch-size {batch_size}: there must be at least one example.")
     is_large = batch_size > MAX_BATCH
@@ -72,16 +71,12 @@ def validate_numbers(steps: int, batch_size: int, lr: float, seed: int) -> None:
     refuse_if(not is_rate, f"--lr {lr:g}: a learning rate is a number above 0, such as 0.001.")
     is_seed = 0 <= seed < SEEDS
     refuse_if(not is_seed, f"--seed {seed}: a seed is a whole number from 0 to {SEEDS - 1}.")
-
-
-def validate_shares(batch_size: int, ranks: int) -> None:
-    """Refuse a batch of which the ranks would not have equal shares."""
-    if batch_size % ranks:
-        more = (batch_size // ranks + 1) * ranks
-        raise WorkbookError(
-            f"--batch-size {batch_size}: {ranks} ranks cannot share it equally; choose a multiple of "
-            f"{ranks}, such as --batch-size {more}."
-        )
+    more = (batch_size // sharing + 1) * sharing
+    refuse_if(
+        batch_size % sharing,
+        f"--batch-size {batch_size}: {sharing} ranks cannot share it equally; choose a multiple of "
+        f"{sharing}, such as --batch-size {more}.",
+    )
 
 
 def validate_nccl(cluster: Cluster, what: str) -> None:
