@@ -381,7 +381,6 @@ class Run:
         title = f"{self._run_mode}, {self._cluster.world_size} ranks"
         everyones = gather_events(events)
         if self._cluster.is_main:
-            Path(folder).mkdir(parents=True, exist_ok=True)
             paths = f"{folder}/trace.json", f"{folder}/timeline.png"
             timeline.write_chrome_trace(paths[0], everyones)
             draw(everyones, paths[1], title)
