@@ -71,7 +71,8 @@ def _storages(tensor: Tensor | None) -> list[torch.UntypedStorage]:
         return []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in _storages(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in names)  # a DTensor names its mesh among them
+        return [storage for part in parts if isinstance(part, Tensor) for storage in _storages(part)]
     try:
         storage = tensor.untyped_storage()
         return [storage] if storage.device.type != "meta" and storage.nbytes() else []
