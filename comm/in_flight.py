@@ -33,9 +33,7 @@ class InFlightExchange:
         if len(sent) != dist.get_world_size(group) or sum(sent) != len(x):
             raise CommError(f"exchange: {sent} do not divide {len(x)} rows among the ranks.")
         self._group, self._sent, self._received = group, sent, received
-        self._work: Work | None = None
-        self._leaving: Tensor | None = None
-        self._arriving: Tensor | None = None
+        self._flight: tuple[Work, Tensor, Tensor] | None = None
         self._started: Tensor | None = _Start.apply(x, self)
 
     def wait(self) -> Tensor:
@@ -47,23 +45,19 @@ class InFlightExchange:
     def launch(self, x: Tensor, backward: bool = False) -> Tensor:
         """Start the all-to-all, and return the tensor in which rows are about to arrive."""
         sent, received = (self._received, self._sent) if backward else (self._sent, self._received)
-        # The tensor that leaves is kept, because the all-to-all reads it until the end.
-        self._leaving = x.contiguous()
-        self._arriving = x.new_empty(sum(received), *x.shape[1:])
+        leaving, arriving = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
         width = math.prod(x.shape[1:])
         sizes = [size * width for size in received], [size * width for size in sent]
         pattern = chosen_pattern("all_to_all", self._group)
-        self._work = collectives.all_to_all(
-            self._arriving, self._leaving, *sizes, group=self._group, async_op=True, pattern=pattern
-        )
-        return self._arriving
+        work = collectives.all_to_all(arriving, leaving, *sizes, self._group, async_op=True, pattern=pattern)
+        self._flight = work, leaving, arriving  # the all-to-all reads what leaves until the end
+        return arriving
 
     def land(self) -> Tensor:
         """Wait for what `launch` has started, and return what has arrived."""
-        assert self._work is not None and self._arriving is not None
-        self._work.wait()
-        arrived = self._arriving
-        self._work = self._leaving = self._arriving = None
+        assert self._flight is not None
+        (work, _, arrived), self._flight = self._flight, None
+        work.wait()
         return arrived
 
 

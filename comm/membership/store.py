@@ -6,7 +6,6 @@ torchrun starts cannot change that. The launcher of `make run` opens one on 127.
 """
 
 import errno
-import ipaddress
 import os
 import socket
 import sys
@@ -48,8 +47,7 @@ def meeting_store(rank: int, deadline: float) -> dist.Store:
 
 def _open(host: str, port: int, timeout: timedelta) -> dist.Store:
     try:
-        address = resolved(host)
-        store = open_store(address, port, timeout)
+        return open_store(resolved(host), port, timeout)
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise CommError(
@@ -58,14 +56,6 @@ def _open(host: str, port: int, timeout: timedelta) -> dist.Store:
         raise CommError(
             f"cannot open the store at {host}:{port}; MASTER_ADDR must name the machine of rank 0."
         ) from error
-    if ipaddress.ip_address(address).is_loopback and host not in ("localhost", address):
-        print(
-            f"rank 0: {host} is {address} on this machine (/etc/hosts), so ranks on other machines cannot "
-            "reach it; if there are any, give all ranks an address of rank 0's machine that they can reach.",
-            file=sys.stderr,
-            flush=True,
-        )
-    return store
 
 
 def _left(deadline: float) -> timedelta:
