@@ -8,10 +8,9 @@ from expert_parallel.config import MoEConfig, refuse_choice
 from hybrid_parallel.sizes import Attention, ParallelSizes, Precision, Schedule, Zero
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
-from training.arguments import ClipArgs, TrainArgs
+from training.arguments import ClipArgs, NotOffered, TrainArgs
 
 Pattern = Literal["ring", "tree", "auto", "torch"]
-MOST = 4096  # layers, microbatches or chunks, as in the pipeline lesson
 
 
 @dataclasses.dataclass
@@ -73,13 +72,10 @@ class HybridArgs(ClipArgs, TrainArgs):
     pattern: Literal[Pattern, None] = None
     """Algorithm of the collectives: a ring, a tree, the fastest of ours as measured (auto), or PyTorch's own.
     None: the backend's default."""
+    metronome: NotOffered = None
 
     def validate(self, world_size: int) -> None:
         """Raise WorkbookError for options that the hybrid training does not offer, or has no use for."""
-        if self.metronome is not None:
-            raise WorkbookError(
-                f"--metronome {self.metronome}: the hybrid training does not offer it; leave it out."
-            )
         if not 0 <= self.aux_weight < math.inf:
             raise WorkbookError(f"--aux-weight {self.aux_weight:g}: it is a number from 0, such as 0.01.")
         moe_of(self)
@@ -99,14 +95,8 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
     if sizes["data"] is None:
         others = sizes["pipeline"] * sizes["context"] * sizes["tensor"]
         if others < 1 or world_size % others:
-            axes = [
-                axis for axis in ("pipeline", "context", "tensor") if axis != "context" or sizes[axis] != 1
-            ]
-            *before, last = [f"{axis} is {sizes[axis]}" for axis in axes]
-            raise WorkbookError(
-                f"{', '.join(before)} and {last}; their product must divide the number of ranks, "
-                f"{world_size}."
-            )
+            axes = ", ".join(f"{axis} is {sizes[axis]}" for axis in ("pipeline", "context", "tensor"))
+            raise WorkbookError(f"{axes}; their product must divide the number of ranks, {world_size}.")
         sizes["data"] = world_size // others
     if sizes["microbatches"] is None:
         sizes["microbatches"] = microbatches_for(args.batch_size // max(1, sizes["data"]), sizes["pipeline"])
@@ -120,11 +110,9 @@ def microbatches_for(examples: int, pipeline: int) -> int:
 
 
 def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:
-    """Return the sizes of the model. Raise WorkbookError for numbers that no run can be made with."""
-    for option in ("layers", "microbatches", "chunks", "experts"):
-        number = getattr(args, option)
-        if number is not None and not 1 <= number <= MOST:
-            raise WorkbookError(f"--{option} {number}: it must be from 1 to {MOST}.")
+    """Return the sizes of the model."""
+    if args.layers < 1:
+        raise WorkbookError(f"--layers {args.layers}: there must be at least one.")
     gpt = GPTConfig.named(args.size, num_layers=args.layers)
     return gpt if args.model == "gpt" else MLPConfig(args.layers, gpt.width)
 

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from comm.collectives import Group
-from context_parallel.cost import all_to_all_layer, ring_layer
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, Attention, GPTConfig
-from lab.trace.ledger import Traffic
+from lab.models.model import GPT, Attention
 
 ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 CUTS = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}
@@ -63,11 +61,3 @@ class ContextAxis:
             return torch.empty_like(q)
         dropout = attention.dropout if attention.training else 0.0
         return ATTENTION[self.sizes.attention](q, k, v, self.sequence, dropout)
-
-
-def layer_traffic(axis: ContextAxis, batch: int, config: GPTConfig, itemsize: int) -> tuple[Traffic, Traffic]:
-    """Return what this rank sends for a layer's attention to `batch` sequences: forward and backward."""
-    tensor, numbers = axis.sizes.tensor, batch * config.width // config.num_heads
-    q, kv = config.num_heads // tensor, config.kv_heads // tensor
-    layer = ring_layer if axis.sizes.attention == "ring" else all_to_all_layer
-    return layer(axis.sequence, numbers, q, kv, itemsize)

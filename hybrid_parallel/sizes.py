@@ -95,11 +95,7 @@ def refuse_sizes(
 
 def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int) -> Iterator[str]:
     if sizes.zero > 1 and sizes.pipeline > 1:
-        what = "send all its gradients" if sizes.zero == 2 else "gather all its parameters"
-        yield (
-            f"zero is {sizes.zero} beside a pipeline: a stage would {what} for each microbatch, or keep "
-            "them in full during the step, as with zero 1; take zero 1, or one pipeline stage."
-        )
+        yield f"zero is {sizes.zero} beside a pipeline, where it saves no more than zero 1; take zero 1."
     if sizes.recompute and sizes.pipeline > 1 and sizes.schedule in ("zb_h1", "zb_v"):
         yield (
             f"recompute would save almost no memory beside {sizes.schedule}: weight gradients that wait need "
@@ -144,10 +140,7 @@ def _of_context(sizes: ParallelSizes, config: GPTConfig) -> Iterator[str]:
             "and value heads that a rank of the tensor axis has; take ring."
         )
     if sizes.attention == "ring" and config.dropout:
-        yield (
-            "attention is ring, which cannot drop attention probabilities, and the model drops some; take "
-            "all_to_all."
-        )
+        yield "attention is ring, which cannot drop probabilities as the model does; take all_to_all."
 
 
 def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
@@ -159,15 +152,9 @@ def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
     if sizes.replicas % sizes.expert_ranks:
         yield f"{ranks}; it must divide the {sizes.replicas} replicas, which are data x context ranks."
     if sizes.expert_ranks > 1 and sizes.zero:
-        yield (
-            f"zero is {sizes.zero} and {ranks}: the experts are divided already, and ZeRO beside them is not "
-            "offered; take zero 0, or expert_ranks 1."
-        )
+        yield f"zero is {sizes.zero} and {ranks}: the two are not offered together; leave one of them out."
     if num_experts > 1 and sizes.sequence_parallel:
-        yield (
-            "sequence_parallel gives each tensor rank some of the tokens, and experts need all of them; "
-            "leave it out."
-        )
+        yield "sequence_parallel gives a rank some of the tokens, and experts need all of them; leave it out."
 
 
 def _of_mlp(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
@@ -178,7 +165,4 @@ def _of_mlp(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
     if sizes.sequence_parallel:
         yield "sequence_parallel divides tokens, and an MLP has none; leave it out."
     if sizes.recompute and sizes.pipeline == 1:
-        yield (
-            "recompute would save no memory: a layer of an MLP keeps only its input. Leave it out, or take a "
-            "pipeline, whose stages then keep only their first layer's input."
-        )
+        yield "recompute would save no memory: a layer of an MLP keeps only its input. Leave it out."

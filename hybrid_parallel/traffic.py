@@ -28,10 +28,10 @@ from torch import Tensor
 
 from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic
+from context_parallel.cost import all_to_all_layer, ring_layer
 from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.expected_traffic import counts_traffic, tokens_traffic
 from hybrid_parallel import mesh
-from hybrid_parallel.context_axis import layer_traffic
 from hybrid_parallel.expert_axis import BalancedExperts, ReplicatedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
@@ -80,11 +80,18 @@ def _of_counts(hybrid: HybridParallel) -> Traffic:
 def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
-    examples, config = hybrid.example_shape[0], hybrid.plain.config
-    forward, backward = layer_traffic(hybrid.context, examples, config, _itemsize_of(hybrid))
+    config, sizes, shared = hybrid.plain.config, hybrid.sizes, hybrid.context.sequence
+    numbers = (
+        hybrid.example_shape[0] * config.width // config.num_heads
+    )  # of a token and head, in all examples
+    heads = config.num_heads // sizes.tensor, config.kv_heads // sizes.tensor
+    if sizes.attention == "ring":
+        forward, backward = ring_layer(shared, numbers, heads[1], _itemsize_of(hybrid))
+    else:
+        forward, backward = all_to_all_layer(shared, numbers, *heads, _itemsize_of(hybrid))
     blocks = sum(part.startswith("blocks.") for parts in _stages(hybrid) for part in parts)
-    layer = [forward, backward] + [forward] * hybrid.sizes.recompute
-    return sum(layer * (blocks * hybrid.sizes.microbatches), Traffic())
+    layer = [forward, backward] + [forward] * sizes.recompute
+    return sum(layer * (blocks * sizes.microbatches), Traffic())
 
 
 def _of_experts(hybrid: HybridParallel) -> Traffic:

@@ -168,7 +168,7 @@ MISTAKES = {
     # Sizes
     "num_gpus: 8\ntensor: 0": "c.yaml, line 2: tensor is 0; it must be at least 1.",
     "num_gpus: 8\nsteps: 4\ntensor: 3": (
-        "c.yaml, line 3: pipeline is 1 and tensor is 3; their product must divide the number of ranks, 8."
+        "c.yaml, line 3: pipeline is 1, context is 1, tensor is 3; their product must divide the number ..."
     ),
     "num_gpus: 8\ndata: 2\npipeline: 2": (
         "c.yaml, line 2 (data), line 3 (pipeline): 4 ranks = 2 (pipeline) x 2 (data) x 1 (tensor), but ..."
@@ -178,7 +178,7 @@ MISTAKES = {
     ),
     "num_gpus: 4\nbatch_size: 400000": "c.yaml, line 2: --batch-size 1600000: there can be at most ...",
     "num_gpus: 4\nzero_redundancy: 3\npipeline: 2": (
-        "c.yaml, line 2 (zero_redundancy), line 3 (pipeline): zero is 3 beside a pipeline: ..."
+        "c.yaml, line 2 (zero_redundancy), line 3 (pipeline): zero is 3 beside a pipeline, ..."
     ),
     "num_gpus: 3\ntensor: 3": "c.yaml, line 2: tensor is 3; it must divide the model's 4 query heads.",
     "num_gpus: 4\nmicrobatches: 3": "c.yaml, line 2: 32 examples in a step cannot be divided evenly ...",
@@ -186,7 +186,7 @@ MISTAKES = {
     # Options of the run
     "num_gpus: 4\nlr: 0": "c.yaml, line 2: --lr 0: a learning rate is a number above 0, such as 0.001.",
     "num_gpus: 4\nlink: fast": "c.yaml, line 2: --link fast: 'fast' is not a rate; ...",
-    "num_gpus: 4\nmetronome: 20ms": "c.yaml, line 2: --metronome 20ms: the hybrid training does not ...",
+    "num_gpus: 4\nmetronome: 20ms": "c.yaml, line 2: there is no key 'metronome'; ...",
     # Files
     "": "c.yaml: the file has no keys; write one key and its value a line, such as num_gpus: 8.",
     "num_gpus: 8\n\ttensor: 2": "c.yaml, line 2: this is not YAML (found character '\\t' that cannot ...",

@@ -134,7 +134,7 @@ REFUSED_EXPERTS = [
     ({"data": 4, "expert_ranks": 2}, 1, "expert_ranks is 2, and the model has no experts"),
     ({"data": 4, "expert_ranks": 2}, 3, "expert_ranks is 2; it must divide the 3 experts"),
     ({"data": 2, "tensor": 2, "expert_ranks": 4}, 4, "it must divide the 2 replicas, which are data x"),
-    ({"data": 4, "expert_ranks": 2, "zero": 1}, 4, "zero is 1 and expert_ranks is 2: the "),
+    ({"data": 4, "expert_ranks": 2, "zero": 1}, 4, "zero is 1 and expert_ranks is 2: the two"),
     ({"data": 2, "tensor": 2, "sequence_parallel": True}, 4, "and experts need all of them"),
 ]
 REFUSED_FOR_AN_MLP = [
