@@ -30,7 +30,7 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     owner, name = _locate(path)
     original = owner.__dict__[name]
     own_bindings = _bindings(implementation, path)
-    previous = _active.get(path)
+    before = active()
     _active[path] = implementation
     if isinstance(original, classmethod | staticmethod) and not isinstance(implementation, type(original)):
         implementation = type(original)(implementation)
@@ -43,10 +43,8 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
         for place, binding in [(owner, name), *_bindings(implementation, path)]:
             if (place, binding) not in own_bindings:
                 setattr(place, binding, original)
-        if previous is None:
-            del _active[path]
-        else:
-            _active[path] = previous
+        _active.clear()
+        _active.update(before)
 
 
 @contextlib.contextmanager

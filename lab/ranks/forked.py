@@ -78,17 +78,15 @@ class Processes:
             for pipe, what in ((one.pipe, ""), (one.out, "stdout"), (one.err, "stderr")):
                 self._selector.register(pipe, selectors.EVENT_READ, (rank, what, bytearray()))
 
-    def messages(
-        self, seconds: float | None, patience: float | None = None
-    ) -> Iterator[tuple[int, bytes | None]]:
+    def messages(self, seconds: float | None) -> Iterator[tuple[int, bytes | None]]:
         """Show what ranks print, and yield (rank, message), or (rank, None) for one that has ended.
 
-        Stop after `seconds`, or when nothing has come for `patience` seconds, or when all ranks have ended.
+        Stop after `seconds`, or when all ranks have ended. With 0 seconds take what is there.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._selector.get_map():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = self._selector.select(left if patience is None else patience)
+            ready = self._selector.select(left)
             for key, _ in ready:
                 rank, what, buffer = key.data
                 if what:

@@ -94,9 +94,8 @@ class StandingRanks:
             missing.remove(rank)
             if not missing:
                 return
-        how = [f"rank {rank} {self._processes.all[rank].death()}" for rank in sorted(missing)]
         self.stop()
-        raise WorkbookError(f"The ranks do not start: {', '.join(how)}.")
+        raise WorkbookError(f"The ranks have not started: rank {min(missing)} has ended, or takes too long.")
 
     def _chosen(self, ranks: Iterable[int] | None) -> list[int]:
         chosen = list(range(self.world_size) if ranks is None else ranks)
@@ -135,9 +134,7 @@ class StandingRanks:
                 raise WorkbookError(f"rank {rank} {how}. {_STARTED_AGAIN}")
             replies[rank] = cloudpickle.loads(message)
             if len(replies) == len(ranks):
-                for _ in self._processes.messages(1.0, patience=0.0):  # what was printed before the replies
-                    pass
-                return
+                return self._wait(ranks, replies, 0)  # show what was printed before the replies
             if replies[rank].error and seconds is None:
                 return self._wait(ranks, replies, WAIT_AFTER_ERROR)
 
