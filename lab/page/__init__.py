@@ -34,10 +34,8 @@ class Page:
         """Return the lessons' files that the page names."""
         return {name for file in (self.content, *self.scripts) for name in LESSON.findall(_read(file))}
 
-    def write(
-        self, path: str | Path, rules: str = "", data: Any = None, root: str | None = None, **texts: str
-    ) -> Path:
-        """Write the page to `path`. Scripts read `data`, and `texts` replace the names in the page's HTML.
+    def write(self, path: str | Path, rules: str = "", data: Any = None, root: str | None = None) -> Path:
+        """Write the page to `path`. Its scripts read `data`.
 
         `root` is the address of the site's first folder, as seen from the page; None: no links.
         """
@@ -48,17 +46,15 @@ class Page:
             "title": title[1],
             "home": "" if root is None else f"<nav><a href='{root}/index.html'>{HOME}</a></nav>\n",
             "style": "".join(_read(file) for file in (SHARED / "page.css", *self.styles)) + rules,
-            "content": _linked(_filled(own, texts | {"player": _read(SHARED / "page_player.html")}), root),
+            "content": _linked(own.replace("{{player}}", _read(SHARED / "page_player.html")), root),
             "script": _linked("".join(_read(file) for file in (SHARED / "page.js", *self.scripts)), root),
             # A browser ends a script at "</script>", also within a string.
             "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         }
-        Path(path).write_text(_filled(_read(SHARED / "page.html"), parts), encoding="utf-8")
+        Path(path).write_text(
+            re.sub(r"{{(\w+)}}", lambda name: parts[name[1]], _read(SHARED / "page.html")), "utf-8"
+        )
         return Path(path)
-
-
-def _filled(template: str, texts: dict[str, str]) -> str:
-    return re.sub(r"{{(\w+)}}", lambda found: texts[found[1]], template)
 
 
 def _linked(text: str, root: str | None) -> str:

@@ -1,16 +1,14 @@
 """Write one HTML file that plays schedules and compares them. It needs no server and no network.
 
     python pipeline_parallel/analysis/page.py --out schedules.html
-    python pipeline_parallel/analysis/page.py --out slow.html --ranks 4 --weight-gradient 0.5 --messages 0
-    0.25 1
 
-The page shows timelines of simulate.py. All schedules train the same model: if a rank has n stages, each of
-them takes 1/n of the rank's seconds and holds 1/n of its activations. A link opens the page with the settings
-that it names: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
+The page shows timelines of simulate.py. For one microbatch, a rank's layers take one unit of time for the
+forward, one for the gradient of the input and one for those of the weights. All schedules train the same
+model: if a rank has n stages, each takes 1/n of these times and holds 1/n of the rank's activations. A link
+opens the page with the settings that it names: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,70 +41,41 @@ TITLES = {
 }
 HERE = Path(__file__).parent
 PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])
-MICROBATCHES_PER_RANK = (1, 2, 4)  # to choose from
+# To choose from. A message between two ranks takes as long as half a forward, or no time.
+RANKS, MICROBATCHES_PER_RANK, MESSAGES = (2, 4, 8), (1, 2, 4), (0.0, 0.5)
 DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
 
 
-@dataclass(frozen=True)
-class PageArgs:
-    """Write a page that plays pipeline schedules."""
-
-    out: Path = Path("schedules.html")
-    """File to write."""
-    ranks: tuple[int, ...] = (2, 4, 8)
-    """Numbers of ranks to choose from."""
-    forward: float = 1.0
-    """Time of the forward of one microbatch in all layers of a rank; any unit, the same for all times."""
-    input_gradient: float = 1.0
-    """Time of the input gradient of one microbatch in all layers of a rank."""
-    weight_gradient: float = 1.0
-    """Time of the weight gradients of one microbatch in all layers of a rank."""
-    messages: tuple[float, ...] = (0.0, 0.5)
-    """Times that a message can take between two ranks, to choose from."""
-
-
 def write_page(
-    path: str | Path,
-    args: PageArgs | None = None,
-    measured: Mapping[str, Iterable[Event]] | None = None,
-    root: str | None = None,
+    path: str | Path, measured: Mapping[str, Iterable[Event]] | None = None, root: str | None = None
 ) -> Path:
-    """Write the page for `args` to `path`; the `out` of `args` is not used.
+    """Write the page to `path`.
 
     `measured` holds the events of one step of all ranks by the name of their schedule. The page opens with
     them, each beside a simulation from its own costs. `root` is where it finds the site (lab/page).
     """
-    args = args or PageArgs()
-    sizes = [(ranks, ranks * times) for ranks in args.ranks for times in MICROBATCHES_PER_RANK]
-    runs = [run for message in args.messages for size in sizes for run in _simulated(args, *size, message)]
-    real = [run for label, events in (measured or {}).items() for run in _measured(label, events)]
-    if not runs:
-        raise ValueError("The page would be empty: give at least one number for --ranks and for --messages.")
-    ranks = args.ranks[len(args.ranks) // 2]
-    opening = {"ranks": ranks, "microbatches": 2 * ranks, "message": runs[0]["message"]}
-    if real:
-        opening = {key: real[0][key] for key in opening}
-    opening["show"] = [run["name"] for run in real] or ["gpipe", "1f1b", "zb_h1"]
-    costs = (
-        f"For one microbatch, the layers of a rank take, in units of time: forward {args.forward:g}, "
-        f"input gradient {args.input_gradient:g}, weight gradient {args.weight_gradient:g}."
-    )
+    sizes = [(ranks, ranks * times) for ranks in RANKS for times in MICROBATCHES_PER_RANK]
+    runs = [run for message in MESSAGES for size in sizes for run in _simulated(*size, message)]
+    opening: dict[str, Any] = {"ranks": 4, "microbatches": 8, "message": "0"}
+    opening["show"] = ["gpipe", "1f1b", "zb_h1"]
+    if real := [run for label, events in (measured or {}).items() for run in _measured(label, events)]:
+        opening = {key: real[0][key] for key in ("ranks", "microbatches", "message")}
+        opening["show"] = [run["name"] for run in real]
     rules = _colors(max(len(each) for run in runs + real for each in run["stages"]))
-    return PAGE.write(path, rules, {"runs": runs + real, "open": opening}, root, costs=costs)
+    return PAGE.write(path, rules, {"runs": runs + real, "open": opening}, root)
 
 
-def simulation(args: PageArgs, name: str, ranks: int, microbatches: int, message: float) -> Simulation:
+def simulation(name: str, ranks: int, microbatches: int, message: float) -> Simulation:
     """Return the simulation of a schedule that the page shows: the same model for any number of stages."""
     stages = stages_per_rank(name)
-    seconds = (args.forward, args.input_gradient, args.weight_gradient)
-    costs = Costs.equal(ranks * stages, *(each / stages for each in seconds))
+    costs = Costs.equal(ranks * stages, *[1 / stages] * 3)
     return simulate(table_of(name, ranks, microbatches), costs, Link(0.0, message), message_bytes=1)
 
 
-def _simulated(args: PageArgs, ranks: int, microbatches: int, message: float) -> Iterator[dict[str, Any]]:
+def _simulated(ranks: int, microbatches: int, message: float) -> Iterator[dict[str, Any]]:
     for name in SCHEDULES:
         title, idea = TITLES[name]
-        run = _packed(simulation(args, name, ranks, microbatches, message))
+        run = _packed(simulation(name, ranks, microbatches, message))
         yield {"name": name, "title": title, "idea": idea, "message": f"{message:g}", **run}
 
 
@@ -164,18 +133,14 @@ def _colors(chunks: int) -> str:
     return "\n".join(rules)
 
 
-def main(args: PageArgs) -> None:
-    if (
-        not min(args.forward, args.input_gradient, args.weight_gradient) > 0
-        or min(args.messages, default=0) < 0
-    ):
-        raise SystemExit("Give times above 0 for the computing, and of 0 or more for --messages.")
+def main(out: Path = Path("schedules.html")) -> None:
+    """Write a page that plays pipeline schedules to the file `out`."""
     try:
-        size = write_page(args.out, args).stat().st_size
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"{args.out}: {reason(error)}") from error
-    print(f"{args.out}: {size / 1e6:.1f} MB, open it in any browser")
+        size = write_page(out).stat().st_size
+    except OSError as error:
+        raise SystemExit(f"--out: {reason(error)}") from error
+    print(f"{out}: {size / 1e6:.1f} MB, open it in any browser")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(PageArgs))
+    tyro.cli(main)

@@ -1,21 +1,18 @@
 import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pipeline_parallel.analysis.page import PageArgs, main, simulation, write_page
+from pipeline_parallel.analysis.page import main, simulation, write_page
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
 
-ARGS = PageArgs(ranks=(2, 4), forward=1.0, input_gradient=1.25, weight_gradient=0.5, messages=(0.0, 0.25))
 ALL = "show=" + ",".join(SCHEDULES)
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_page(tmp_path_factory.mktemp("page") / "schedules.html", ARGS)
+    return write_page(tmp_path_factory.mktemp("page") / "schedules.html")
 
 
 def shown(browser: Browser) -> list[str]:
@@ -45,7 +42,7 @@ def agree_with_the_simulator(browser: Browser, ranks: int, microbatches: int, me
     """All that the page shows, in numbers, is what Python computes."""
     assert shown(browser) == list(SCHEDULES)
     for name in SCHEDULES:
-        truth = simulation(ARGS, name, ranks, microbatches, message)
+        truth = simulation(name, ranks, microbatches, message)
         stages = stages_per_rank(name)
         assert fact(browser, name, "bubble") == f"{100 * truth.bubble:.1f} %"
         assert float(fact(browser, name, "makespan")) == pytest.approx(truth.makespan, rel=1e-3)
@@ -72,7 +69,7 @@ def test_play_moves_the_time_and_pause_stops_it_and_nothing_asks_the_network(bro
 
 def test_at_any_time_exactly_those_cells_run_and_so_much_is_held(browser, page):
     browser.open(page, ALL)
-    truths = {name: simulation(ARGS, name, 4, 8, 0.0).rows for name in SCHEDULES}
+    truths = {name: simulation(name, 4, 8, 0.0).rows for name in SCHEDULES}
     for wanted in (0.0, 3.3, 12.25, 17.8, 1000.0):
         scrub(browser, wanted)
         at = time_of(browser)  # it ends with the last schedule
@@ -93,25 +90,14 @@ def test_at_any_time_exactly_those_cells_run_and_so_much_is_held(browser, page):
 def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, page):
     browser.open(page, ALL)
     agree_with_the_simulator(browser, 4, 8, 0.0)
-    choose(browser, "message", 0.25)
-    agree_with_the_simulator(browser, 4, 8, 0.25)
+    choose(browser, "message", 0.5)
+    agree_with_the_simulator(browser, 4, 8, 0.5)
     choose(browser, "microbatches", 16)
-    agree_with_the_simulator(browser, 4, 16, 0.25)
+    agree_with_the_simulator(browser, 4, 16, 0.5)
     choose(browser, "ranks", 2)  # and as many microbatches a rank as before
-    agree_with_the_simulator(browser, 2, 8, 0.25)
+    agree_with_the_simulator(browser, 2, 8, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"ranks": (0,)}, "at least 1, not 0"),
-        ({"ranks": ()}, "The page would be empty: give at least one number"),
-        ({"forward": 0.0}, "Give times above 0 for the computing"),
-        ({"messages": (-1.0,)}, "of 0 or more for --messages"),
-        ({"out": Path("/no/such/folder/page.html")}, "No such file or directory"),
-    ],
-)
-def test_what_makes_no_page_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path):
-    small = PageArgs(out=tmp_path / "page.html", ranks=(2,))
-    with pytest.raises(SystemExit, match=sentence):
-        main(replace(small, **changes))
+def test_a_page_that_cannot_be_written_is_refused_in_a_sentence():
+    with pytest.raises(SystemExit, match="No such file or directory"):
+        main(Path("/no/such/folder/page.html"))
