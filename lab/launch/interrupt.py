@@ -72,17 +72,13 @@ class StopRequest:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if signum == FROM_SCHEDULER:
-            if not self.requested:
-                self._request(Stopped.BY_SCHEDULER, SCHEDULER_NOTICE)
-        elif self.exit_code != Stopped.BY_USER:
+        by_user = signum != FROM_SCHEDULER
+        if by_user and self.exit_code == Stopped.BY_USER:
+            if time.monotonic() - self._requested_at > FORWARDED_SECONDS:
+                raise KeyboardInterrupt
+        elif by_user or not self.requested:
+            self.exit_code = Stopped.BY_USER if by_user else Stopped.BY_SCHEDULER
             self._requested_at = time.monotonic()
-            self._request(Stopped.BY_USER, NOTICE)
-        elif time.monotonic() - self._requested_at > FORWARDED_SECONDS:
-            raise KeyboardInterrupt
-
-    def _request(self, exit_code: int, notice: bytes) -> None:
-        self.exit_code = exit_code
-        # Not print: the signal may have interrupted a print, which holds the lock of the buffer.
-        with suppress(OSError):
-            os.write(2, notice)
+            # Not print: the signal may have interrupted a print, which holds the lock of the buffer.
+            with suppress(OSError):
+                os.write(2, NOTICE if by_user else SCHEDULER_NOTICE)

@@ -13,7 +13,6 @@ PyTorch's own torchfrtrace does so for nccl. In version 2.13 it cannot read the 
 import json
 import linecache
 import statistics
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,15 +192,13 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def main(folder: Annotated[Path, tyro.conf.Positional]) -> int:
+def main(folder: Annotated[Path, tyro.conf.Positional]) -> None:
     """Print which rank, which operation and which line the dumps in a folder point at."""
     try:
         print("\n".join(analyse(load(folder))))
     except WorkbookError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    tyro.cli(main)

@@ -38,13 +38,10 @@ def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]
     counted: set[tuple[torch.device, int]] = set()  # the addresses of storages
 
     def add_up(tensors: Iterable[Tensor | None]) -> int:
-        total = 0
-        for tensor in tensors:
-            for storage in _storages(tensor):
-                memory = (storage.device, storage.data_ptr())
-                total += storage.nbytes() if memory not in counted else 0
-                counted.add(memory)
-        return total
+        found = {(one.device, one.data_ptr()): one.nbytes() for each in tensors for one in _storages(each)}
+        new = found.keys() - counted
+        counted.update(new)
+        return sum(found[memory] for memory in new)
 
     sizes = {name: add_up(tensors) for name, tensors in classes.items()}
     gc.collect()

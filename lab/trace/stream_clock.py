@@ -12,8 +12,6 @@ import time
 
 import torch
 
-NS_PER_MS = 1_000_000
-
 
 class StreamClock:
     """Convert marks in the streams of one GPU to nanoseconds of `time.perf_counter_ns`, at most 20 us late.
@@ -41,7 +39,7 @@ class StreamClock:
     def read(self, mark: torch.cuda.Event) -> int:
         """Wait until the device reaches a mark, and return the time."""
         mark.synchronize()
-        return self._anchor_ns + round(self._anchor.elapsed_time(mark) * NS_PER_MS)
+        return self._anchor_ns + round(self._anchor.elapsed_time(mark) * 1e6)
 
 
 def time_when_done(device: torch.device | None) -> int:

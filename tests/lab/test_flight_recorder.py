@@ -27,7 +27,7 @@ def recorded(folder, mistake) -> list[str]:
 def test_ranks_that_agree_are_said_to_agree_by_the_command_too(tmp_path, capsys):
     sentences = recorded(tmp_path, lambda rank: dist.broadcast(torch.ones(2), 0))
     assert sentences == ["The ranks have called the same collectives, and all of them have ended."]
-    assert main(tmp_path) == 0
+    main(tmp_path)
     assert capsys.readouterr().out.splitlines() == sentences
 
 
