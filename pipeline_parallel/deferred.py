@@ -3,7 +3,7 @@
       y = x W^T       input gradient   dx = dy W        the stage before waits for it
                       weight gradient  dW = dy^T x      only the optimizer's step waits for it
 
-Autograd computes both in one node. Inside of `deferring(later)` a linear layer becomes a node whose backward
+Autograd computes both in one node. Inside of `Deferring(later)` a linear layer becomes a node whose backward
 returns dx, and appends the computation of dW to the list `later`. That computation needs x and dy, so both
 stay in memory until it is done. The gradient of a bias is computed with dW; those of norms, embeddings and
 convolutions at once with dx.
@@ -12,8 +12,6 @@ dW is added to `weight.grad` outside of autograd, so hooks on the parameter do n
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,16 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from lab.trace.device_clock import Later
 from lab.trace.memory import note_held
-
-Later = list[Callable[[], None]]
-
-
-@contextmanager
-def deferring(later: Later) -> Iterator[None]:
-    """Make the layers that a forward calls in the `with` block leave their weight gradients to `later`."""
-    with _Deferring(later):
-        yield
 
 
 @torch.no_grad()
@@ -81,8 +71,11 @@ def add_to(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-class _Deferring(TorchFunctionMode):
-    """Replaces torch.nn.functional.linear where the weight is a parameter, not a tensor computed from one."""
+class Deferring(TorchFunctionMode):
+    """Makes the linear layers that a forward calls in a `with` block leave their weight gradients to `later`.
+
+    The weight must be a parameter, not a tensor that is computed from one.
+    """
 
     def __init__(self, later: Later) -> None:
         super().__init__()
@@ -91,14 +84,10 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
+        if func is F.linear and torch.is_grad_enabled() and not kwargs:
+            x, weight, bias = (*args, None)[:3]
             if x.dim() > 1 and weight.is_leaf and (bias is None or bias.is_leaf):
                 if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
                     x = x.to(torch.get_autocast_dtype(x.device.type))  # as autocast does for a linear layer
                 return SplitLinear.apply(self._later, x, weight, bias)
         return func(*args, **(kwargs or {}))
-
-
-def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-    return input, weight, bias

@@ -41,6 +41,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from comm.point_to_point import irecv, isend
 from lab.launch.errors import WorkbookError
+from lab.trace.device_clock import Later
 from lab.trace.timeline import span
 from pipeline_parallel.actions import (
     BACKWARD,
@@ -54,7 +55,7 @@ from pipeline_parallel.actions import (
     placement,
 )
 from pipeline_parallel.balance import Balance, balanced_stages
-from pipeline_parallel.deferred import Later, compute_gradients, deferring
+from pipeline_parallel.deferred import Deferring, compute_gradients
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.stage import LossOf
@@ -94,7 +95,7 @@ class Pipeline(OwnStages):
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)
         self.is_split = any(action.kind == INPUT_GRADIENT for row in table for action in row)
         for stage in self.stages.values():
-            stage.deferring = deferring
+            stage.deferring = Deferring
         self.chunk_of = {int(stage): chunk for chunk, stage in enumerate(self.stages)}
         self.kept: dict[Place, tuple[Tensor, GradientEdge | None]] = {}  # from a forward to its backward
         self.later: dict[Place, Later] = {}  # weight gradients to compute

@@ -10,6 +10,7 @@ comes before and after a GPT's blocks goes with the first and the last block.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lab.launch.errors import WorkbookError
 from lab.models.parts import Part, as_sequential, parts_of
-from lab.trace.device_clock import DeviceClock
+from lab.trace.device_clock import DeviceClock, Later
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
-Later = list[Callable[[], None]]
 
 
 class Stage(nn.Module):
@@ -39,7 +39,7 @@ class Stage(nn.Module):
         self.loss_of: LossOf | None = None
         self.clock: DeviceClock | None = None
         self.output: Tensor | None = None  # its shape and dtype, see `OwnStages`
-        self.deferring: Callable[[Later], AbstractContextManager[None]] | None = None  # deferred.py
+        self.deferring: Callable[[Later], AbstractContextManager[Any]] | None = None  # deferred.py
         for path in (path for part in parts for path in part.modules):
             container, _, name = path.rpartition(".")
             if container and container not in self._modules:

@@ -35,7 +35,7 @@ https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; the idea
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -164,20 +164,18 @@ def shard(
         if isinstance(part, FSDPModule):  # fully_shard has changed its class
             part.set_custom_all_gather(GatherByComm(pattern))
             part.set_custom_reduce_scatter(ReduceByComm(pattern))
+    model.full_state_dict = partial(full_state_dict, model)  # which Run compares among the ranks
     return model
 
 
-def full_state_dict(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter and buffer in full, with its name; all ranks must call it."""
-    for name, tensor in model.state_dict().items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of the plain model, on every rank; all ranks must call it."""
+    state = model.state_dict().items()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state}
 
 
 def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
-    """Return the traffic to expect of a step.
-
-    Each microbatch gathers the blocks twice and the root once; gradients are reduced once.
-    """
+    """Return the traffic of a step: a microbatch gathers blocks twice and the root once, one reduces."""
     ranks, itemsize = cluster.world_size, 2 if args.bf16 else 4
 
     def one(op: str, parameters: Sequence[Tensor]) -> Traffic:
@@ -232,10 +230,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.evaluate(step, model)
             model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
             run.stop_if_asked(step)
-    held = memory.fields()
-    full = run.model()
-    full.load_state_dict(dict(full_state_dict(model)))
-    run.finish(full, **held)
+    run.finish(model, **memory.fields())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lab.check import assert_same, gradients
-from pipeline_parallel.deferred import Later, compute_gradients, deferring
+from lab.trace.device_clock import Later
+from pipeline_parallel.deferred import Deferring, compute_gradients
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, only, text, vectors
 
 
@@ -25,7 +26,7 @@ def compare(module: nn.Module, x: Tensor, recompute: bool = False, tolerance: fl
             later: Later = []
 
             def forward(x: Tensor, later: Later = later, is_deferred: bool = is_deferred) -> Tensor:
-                with deferring(later) if is_deferred else nullcontext():
+                with Deferring(later) if is_deferred else nullcontext():
                     return (
                         module(x).float().square().sum()
                         if x.dtype == torch.float32
@@ -82,7 +83,7 @@ def test_only_weights_wait_and_norms_and_embeddings_have_their_gradients_at_once
     model, reference = gpt(num_layers=1, tied=False), gpt(num_layers=1, tied=False)
     later: Later = []
     x, _ = text(2)
-    with deferring(later):
+    with Deferring(later):
         y = model(x).square().mean()
     y.backward()
     at_once = {name for name, gradient in gradients(model).items() if gradient is not None}
@@ -96,7 +97,7 @@ def test_what_is_frozen_keeps_nothing_for_later():
     x = torch.ones(2, 4, requires_grad=True)
     for module in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)):
         later: Later = []
-        with deferring(later):
+        with Deferring(later):
             y = module.requires_grad_(False)(x)
         y.sum().backward()
         assert not later

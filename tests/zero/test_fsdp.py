@@ -14,7 +14,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry
 from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
 from tests.dtensors import full_tensors
-from zero.train_fsdp import Args, full_state_dict, shard, traffic_per_step
+from zero.train_fsdp import Args, shard, traffic_per_step
 
 
 def accumulate(model: nn.Module, loss: Loss, batch: list[Tensor], microbatches: int = 1) -> None:
@@ -65,7 +65,7 @@ def test_gradients_and_parameters_equal_one_process(world_size: int, models: lis
                     optimizer.step()
             assert_same(full_tensors(parameters(model)), parameters(reference), what=f"parameter of {what}")
             restored = make(7)
-            restored.load_state_dict(dict(full_state_dict(model)))
+            restored.load_state_dict(model.full_state_dict())
             assert_same(
                 parameters(restored), full_tensors(parameters(model)), rtol=0, what=f"saved, of {what},"
             )
