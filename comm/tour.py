@@ -121,13 +121,12 @@ def measure(cluster: Cluster, op: str, pattern: str, args: Args, link: cost.Link
         sent, on_wire = LEDGER.total(), own_interface_bytes()
         start = time_when_done(device)
         call(op, pattern, t)
-        elapsed = torch.tensor([(time_when_done(device) - start) / 1e9], dtype=torch.float64, device=device)
+        took = (time_when_done(device) - start) / 1e9
         traffic = LEDGER.total() - sent
         c.barrier()  # waits for the last rank: then all traffic of the operation has left
         if on_wire is not None:
             on_wire = (own_interface_bytes() or 0) - on_wire - cost.header_traffic(n).bytes_sent
-        c.all_reduce(elapsed, op="max", pattern="torch" if elapsed.is_cuda else "recursive_doubling")
-        times.append(elapsed.item())
+        times.append(max(exchange(took)))
     return {
         "op": op,
         "pattern": pattern,

@@ -10,6 +10,7 @@ import torch
 
 from comm import collectives, cost
 from comm.cost import Link
+from comm.exchange import exchange
 from comm.wire import slow_link
 from lab.trace.stream_clock import time_when_done
 
@@ -31,19 +32,14 @@ def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link
 
     def seconds(num_bytes: int) -> float:
         """Return the median of the slowest rank's seconds, so that all ranks decide the same."""
-        tensor, times = torch.zeros(num_bytes // 4, device=device), torch.zeros(0, dtype=torch.float64)
-        while len(times) <= REPEATS and times.sum() < SECONDS:
+        tensor, times = torch.zeros(num_bytes // 4, device=device), list[float]()
+        while len(times) <= REPEATS and sum(times) < SECONDS:
             with slow_link.slowed(None):
                 collectives.barrier()
             start = time_when_done(device)
             collectives.all_reduce(tensor, pattern=pattern)
-            slowest = torch.tensor(
-                [(time_when_done(device) - start) / 1e9], dtype=torch.float64, device=device
-            )
-            with slow_link.slowed(None):
-                collectives.all_reduce(slowest, op="max", pattern=pattern)
-            times = torch.cat([times, slowest.cpu()])
-        return statistics.median(times.tolist()[1:] or times.tolist())  # the first one warms up
+            times.append(max(exchange((time_when_done(device) - start) / 1e9)))
+        return statistics.median(times[1:] or times)  # the first one warms up
 
     tiny = seconds(TINY_BYTES)
     per_byte = max(seconds(PROBE_BYTES) - tiny, 0.0) / PROBE_BYTES

@@ -45,7 +45,13 @@ from comm.wire.wire import Transfer, Wire
 def all_reduce(wire: Wire, tensor: torch.Tensor, op: str) -> None:
     """Replace every rank's `tensor` by the reduction of all. `hosts_of` says which ranks share a host."""
     by_host = ranks_by_host(hosts_of(wire))
-    validate_hosts(by_host, wire)
+    if len({len(ranks) for ranks in by_host}) > 1:
+        wire.finish_handshake()
+        numbers = ", ".join(str(len(ranks)) for ranks in by_host)
+        raise Mismatch(
+            f"all_reduce: the hosts have {numbers} ranks, and the pattern hierarchical needs equally many on "
+            "each; take ring."
+        )
     own_host = SomeRanks(wire, next(ranks for ranks in by_host if wire.rank in ranks))
     owners = SomeRanks(wire, [ranks[own_host.rank] for ranks in by_host])
     blocks = segments_of(tensor, wire.size * SEGMENT_BYTES // 2)  # they follow one another through the steps
@@ -99,17 +105,6 @@ def _shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> list[T
 def _wait_all(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
-
-
-def validate_hosts(by_host: list[list[int]], wire: Wire) -> None:
-    """Raise Mismatch, on all ranks, unless all hosts have equally many ranks."""
-    if len({len(ranks) for ranks in by_host}) > 1:
-        wire.finish_handshake()
-        numbers = ", ".join(str(len(ranks)) for ranks in by_host)
-        raise Mismatch(
-            f"all_reduce: the hosts have {numbers} ranks, and the pattern hierarchical needs equally many on "
-            "each; take ring."
-        )
 
 
 def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:

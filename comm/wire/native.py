@@ -54,6 +54,7 @@ class NativeHandle:
         except RuntimeError as error:
             raise failed(self._op, error) from error
         self._finish()
+        del self._finish  # it holds tensors
         for callback in self._callbacks:
             callback(None)
 
