@@ -105,7 +105,7 @@ def traffic_per_step(sizes: list[int]) -> Traffic:
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "data_parallel_ddp", args.model)
+    run = Run(cluster, args, "data_parallel_ddp")
     model = DistributedDataParallel(run.model(), bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
     hook = HookState()
     model.register_comm_hook(hook, through_comm)

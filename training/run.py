@@ -93,14 +93,13 @@ class Run:
         cluster: Cluster,
         args: TrainArgs,
         run_mode: str,
-        model: str | None = None,
         *,
         share: tuple[int, int] | None = None,
         stream: int | None = None,
         same_weights: bool = False,
     ) -> None:
         self._cluster, self._args, self._run_mode = cluster, args, run_mode
-        self._model: str = getattr(args, "model", "gpt") if model is None else model
+        self._model: str = getattr(args, "model", "gpt")
         self._share = (cluster.rank, cluster.world_size) if share is None else share
         self._stream = self._share[0] if stream is None else stream
         self._seed = args.seed + (0 if same_weights else cluster.rank)  # of the initial weights

@@ -105,14 +105,11 @@ def validate_shared_folder(cluster: Cluster, option: str, name: str) -> None:
     """Refuse, on all ranks, a folder that is not the same for all, or in which one of them cannot write."""
     validate_folder(cluster, option, name)
     with ExitStack() as until_seen:
-
-        def mark() -> str:
-            return Path(until_seen.enter_context(tempfile.NamedTemporaryFile(dir=name)).name).name
-
-        made = on_main(cluster, option, mark)
+        mark = tempfile.NamedTemporaryFile
+        made = on_main(cluster, option, lambda: until_seen.enter_context(mark(dir=name)).name)
 
         def look() -> None:
-            if not (Path(name) / made).exists():
+            if not (Path(name) / Path(made).name).exists():
                 raise WorkbookError(
                     f"{option} {name}: rank {cluster.rank} does not see what rank 0 writes there; "
                     "name a folder that all machines share."

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybrid_parallel.arguments import HybridArgs
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace import timeline
@@ -31,7 +32,8 @@ def test_replicas_that_end_unequal_in_a_bit_are_an_error_after_the_report(capfd)
 
 def test_the_slices_of_all_ranks_are_the_batch_of_one():
     def work(cluster: Cluster) -> list[Tensor]:
-        runs = (Run(cluster, Args(size="tiny", batch_size=12), "batches", model) for model in ("gpt", "mlp"))
+        arguments = (HybridArgs(size="tiny", batch_size=12, model=model) for model in ("gpt", "mlp"))
+        runs = (Run(cluster, args, "batches") for args in arguments)
         return [part for run in runs for part in run.batch(3)]
 
     [whole] = run_ranks(work, 1)
