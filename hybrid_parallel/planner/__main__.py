@@ -1,17 +1,17 @@
 """Run the planner: python -m hybrid_parallel.planner --help"""
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import tyro
 from rich.console import Console
 
+from comm.cost import Link
 from comm.wire import slow_link
-from hybrid_parallel.planner.machine import Machine, machine_of
+from hybrid_parallel.planner.machine import MACHINES, this_machine
 from hybrid_parallel.planner.search import best_by_division, choose, plans
-from hybrid_parallel.planner.shapes import shape_of
+from hybrid_parallel.planner.shapes import num_parameters, shape_of
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.planner.table import describe, table_of
 from hybrid_parallel.sizes import Precision
@@ -23,7 +23,7 @@ class Args:
     """Choose by formula how a job's devices are divided, and print the plans, the best one first."""
 
     model: str = "llama-3-8b"
-    """Name of a model (planner/shapes.py, lab/models/model.py), or a Hugging Face config.json."""
+    """Name of a model (planner/shapes.py, lab/models/model.py)."""
     devices: int = 8
     """Number of devices. Each of them is one rank."""
     device: Literal["a100-40gb", "a100-80gb", "h100", "h200", "this"] = "h100"
@@ -43,54 +43,39 @@ class Args:
     """Type of the numbers in which the model computes. None: bf16; with --device this, float32."""
     rows: int = 20
     """Number of rows of the table. Each shows the best plan of one division of the devices."""
-    json: bool = False
-    """Print the plans of the table as one line of JSON."""
 
 
 def main(args: Args) -> None:
     """Print the table of plans and the choice."""
-    for name in ("devices", "rows"):
-        if getattr(args, name) < 1:
-            raise WorkbookError(f"The number of {name} is {getattr(args, name)}; it must be at least 1.")
-    changes = {} if args.sequence_length is None else {"sequence_length": args.sequence_length}
-    shape = shape_of(args.model, **changes)
-    link = slow_link.parse(args.link) if args.link else None
-    machine = machine_of(args.device, args.devices, link)
-    precision = args.precision or ("float32" if args.device == "this" else "bf16")
+    if args.sequence_length is not None and args.sequence_length < 1:
+        raise WorkbookError(f"The number of tokens is {args.sequence_length}; it must be at least 1.")
+    shape = shape_of(args.model)
+    if args.sequence_length is not None:
+        shape = replace(shape, sequence_length=args.sequence_length)
+    link, is_here = slow_link.parse(args.link) if args.link else None, args.device == "this"
+    if is_here:
+        machine = this_machine(args.devices, link or Link(0.0, 0.0))
+        where = f"ranks that share {machine.cores} core{'s' * (machine.cores != 1)} of this machine"
+    else:
+        machine = replace(MACHINES[args.device], outer=link or MACHINES[args.device].outer)
+        where = f"devices ({args.device})"
     batch = args.batch
     if batch is None:
         batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
     given = {} if args.context is None else {"context": args.context}
+    precision = args.precision or ("float32" if is_here else "bf16")
     found = plans(shape, machine, args.devices, batch, precision, given)
     best = choose(found, machine.memory_bytes)
-    rows = best_by_division(found)[: args.rows]
-    if args.json:
-        shown = [
-            asdict(plan.sizes)
-            | {"memory_bytes": round(plan.memory_bytes), "reason": plan.reason}
-            | {"step_seconds": plan.step_seconds if plan.seconds else None}
-            for plan in rows
-        ]
-        print(json.dumps({"model": args.model, "batch": batch, "plans": shown}))
-        return
-    number, fit = shape.num_parameters, sum(plan.seconds is not None for plan in found)
+    number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
     width = None if sys.stdout.isatty() else 160
     Console(width=width).print(
-        f"{args.model}: {f'{number / 1e9:.4g} billion' if number >= 1e9 else f'{number / 1e6:.4g} million'} "
-        f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} "
-        f"{_devices(args.device, machine)}.",
+        f"{args.model}: {f'{number / 1e9:.3g} billion' if number >= 1e9 else f'{number / 1e6:.3g} million'} "
+        f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} {where}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
-        table_of(rows, TimeModel(shape, machine, batch)),
+        table_of(best_by_division(found)[: args.rows], TimeModel(shape, machine, batch)),
         f"Choice: {best.sizes}; {describe(best.sizes)}.",
         sep="\n",
     )
-
-
-def _devices(device: str, machine: Machine) -> str:
-    """Return what the ranks run on."""
-    if machine.cores is None:
-        return f"devices ({device})"
-    return f"ranks that share {machine.cores} core{'s' * (machine.cores > 1)} of this machine"
 
 
 if __name__ == "__main__":

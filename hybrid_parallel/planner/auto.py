@@ -13,7 +13,7 @@ from comm.exchange import on_main
 from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import read_command_line
-from hybrid_parallel.planner.machine import MACHINES, Machine, machine_of, this_machine
+from hybrid_parallel.planner.machine import MACHINES, Machine, this_machine
 from hybrid_parallel.planner.search import choose, plans
 from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
@@ -53,4 +53,4 @@ def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
     known = [device for device in MACHINES if device.partition("-")[0] in name]
     if not known:
         raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
-    return dataclasses.replace(machine_of(known[-1], cluster.world_size, link), autocast=True)
+    return dataclasses.replace(MACHINES[known[-1]], outer=link, autocast=True)

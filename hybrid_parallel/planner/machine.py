@@ -23,15 +23,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 from comm.cost import Link
-from hybrid_parallel.sizes import Precision
-from lab.launch.errors import WorkbookError
 from lab.launch.threads import own_cores
 from lab.trace.memory import resident_bytes
 
@@ -58,44 +56,23 @@ class Machine:
     cores: int | None = None
     autocast: bool = False
 
-    def flops(self, precision: Precision) -> float:
-        """Return the operations per second that matrix products reach."""
-        return self.peak_flops[precision] * self.matmul_share
-
-    def attention_flops(self, precision: Precision) -> float:
-        """Return the operations per second that attention reaches."""
-        return self.peak_flops[precision] * self.attention_share
-
     @property
     def share(self) -> float:
         """Return the part of a core or of a device that a rank has while all ranks compute."""
         return 1.0 if self.cores is None else min(1.0, self.cores / self.devices_per_node)
 
-    def is_one_node(self, ranks: int, stride: int) -> bool:
-        """Return whether `ranks` devices whose numbers are `stride` apart are in one node."""
-        return (ranks - 1) * stride < self.devices_per_node
-
     def link(self, ranks: int, stride: int) -> Link:
-        """Return the link of a ring of `ranks` devices whose numbers are `stride` apart.
+        """Return the link of messages among `ranks` devices whose numbers are `stride` apart."""
+        return self.inner if (ranks - 1) * stride < self.devices_per_node else self.outer
+
+    def ring_link(self, ranks: int, stride: int) -> Link:
+        """Return the link of a collective's ring of `ranks` devices whose numbers are `stride` apart.
 
         Across nodes a ring leaves each node only once, but NCCL runs a ring through each network card, so the
         group has the cards of all its devices in a node together.
         """
-        if self.is_one_node(ranks, stride):
-            return self.inner
-        cards = max(1, min(ranks, self.devices_per_node // stride))
-        return Link(self.outer.alpha, max(self.inner.beta, self.outer.beta / cards))
-
-    def pairwise_link(self, ranks: int, stride: int) -> Link:
-        """Return the mean link of a device's messages in an all-to-all with `ranks` - 1 others.
-
-        What is for devices of other nodes goes through the device's own network card.
-        """
-        if self.is_one_node(ranks, stride):
-            return self.inner
-        near = max(1, min(ranks, self.devices_per_node // stride)) - 1
-        beta = (near * self.inner.beta + (ranks - 1 - near) * self.outer.beta) / (ranks - 1)
-        return Link(self.outer.alpha, beta)
+        link, cards = self.link(ranks, stride), max(1, min(ranks, self.devices_per_node // stride))
+        return Link(link.alpha, max(self.inner.beta, link.beta / cards))
 
 
 A100_FLOPS = {"float32": 156e12, "bf16": 312e12}  # float32 as TF32
@@ -126,21 +103,6 @@ MACHINES = {
     "h100": _node(80 * 2**30, H100_FLOPS, 0.69, 3.35e12, 450e9, 50e9),
     "h200": _node(141e9, H100_FLOPS, 0.69, 4.8e12, 450e9, 50e9),
 }
-
-
-def machine_of(device: str, devices: int = 1, link: Link | None = None) -> Machine:
-    """Return nodes of a named device, or with "this" this machine, which `devices` ranks share.
-
-    `link` is the one between nodes or, on this machine, between ranks. None there: messages take no time.
-    """
-    if device == "this":
-        return this_machine(devices, link or Link(0.0, 0.0))
-    if device not in MACHINES:
-        raise WorkbookError(
-            f"There is no device {device!r}: choose one of {', '.join(MACHINES)}, or this for this machine."
-        )
-    machine = MACHINES[device]
-    return machine if link is None else replace(machine, outer=link)
 
 
 def this_machine(ranks: int, link: Link) -> Machine:

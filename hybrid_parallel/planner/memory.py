@@ -138,15 +138,12 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
 
 
 def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
-    """Return the number of parameters of a rank: its layers, divided by the tensor axis, and its experts.
-
-    Norms, routers, some biases and learned positions count as divided, too: in a large model they are few.
-    """
+    """Return the number of parameters of a rank: its layers, divided by the tensor axis, and its experts."""
     numbers = layers_of(shape, sizes, rank) * shape.dense_parameters
     if rank == 0:
         numbers += shape.first_parameters
     if has_head(sizes, rank) and not (rank == 0 and shape.tied):
-        numbers += shape.head_parameters
+        numbers += shape.end_weights[1]
     return numbers / sizes.tensor + experts_of(shape, sizes, rank)
 
 

@@ -87,8 +87,8 @@ def plans(
         found.append(Plan(sizes, memory, model.predict(sizes) if memory.total <= usable else None))
     if not found:
         raise WorkbookError(
-            f"No division of {devices} devices makes sense for this model of {shape.num_layers} layers and "
-            f"{shape.kv_heads} key and value heads with {batch} examples in a step"
+            f"No division of {devices} devices makes sense for this model of {shape.num_layers} layers with "
+            f"{batch} examples in a step"
             + (f" and {', '.join(f'{name} {value}' for name, value in given.items())}" if given else "")
             + "; take another number of devices or examples."
         )
@@ -144,24 +144,19 @@ def candidates(
     shape: AnyShape, machine: Machine, devices: int, batch: int, given: Mapping[str, Any]
 ) -> Iterator[ParallelSizes]:
     """Yield every division of `devices` that makes sense and agrees with `given`, in every way to run it."""
-    for pipeline in _kept(given, "pipeline", _divisors(devices, shape.num_layers)):
-        for tensor in _kept(given, "tensor", _divisors(devices // pipeline, machine.devices_per_node)):
-            replicas = devices // (pipeline * tensor)
-            for context in _kept(given, "context", _divisors(replicas, _most_context(shape))):
-                for data in _kept(given, "data", [replicas // context] if replicas % context == 0 else []):
-                    axes = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}
-                    for microbatches in _kept(given, "microbatches", _divisors(batch // data, batch)):
-                        division = ParallelSizes(**dict(given) | axes | {"microbatches": microbatches})
-                        for sizes in _ways(shape, division, given):
-                            with contextlib.suppress(WorkbookError):
-                                refuse_sizes(sizes, shape, batch, devices, shape.experts)
-                                yield sizes
-
-
-def _most_context(shape: AnyShape) -> int:
-    """Return the largest number of ranks that cut a sequence, which is 8 for models to learn with."""
     length = shape.sequence_length
-    return length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
+    most_context = length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
+    most = {"pipeline": shape.num_layers, "tensor": machine.devices_per_node, "context": most_context}
+    for numbers in product(*(_kept(given, axis, _divisors(devices, most[axis])) for axis in most)):
+        if devices % math.prod(numbers):
+            continue
+        data = given.get("data", devices // math.prod(numbers))
+        for microbatches in _kept(given, "microbatches", _divisors(batch // data, batch)):
+            axes = dict(zip(most, numbers, strict=True)) | {"data": data, "microbatches": microbatches}
+            for sizes in _ways(shape, ParallelSizes(**dict(given) | axes), given):
+                with contextlib.suppress(WorkbookError):
+                    refuse_sizes(sizes, shape, batch, devices, shape.experts)
+                    yield sizes
 
 
 def _ways(shape: AnyShape, division: ParallelSizes, given: Mapping[str, Any]) -> Iterator[ParallelSizes]:
@@ -190,5 +185,4 @@ def _kept(given: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return [n for n in sorted({*small, *(number // n for n in small)}) if n <= most]
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]

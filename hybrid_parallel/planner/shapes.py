@@ -4,11 +4,11 @@ A transformer's layer is attention and a feed-forward network, each with a norm 
 width, f the feed-forward width, q and k the widths of all query heads and of all key heads, v the vocabulary:
 
     attention        q d + 2 k d + d q             queries, keys and values, output
-    feed-forward     2 f d, gated 3 f d            one for each expert, with d numbers of the router for each
+    feed-forward     2 f d, gated 3 f d            one for each expert
     embeddings       v d, and v d for an untied head
 
-What a layer keeps and moves has two parts: one that the ranks of a tensor axis divide, and one that is on all
-of them.
+Biases, norms, routers and learned positions are left out: in all but the smallest models they are less than
+3 %. What a layer keeps and moves has two parts: the ranks of a tensor axis divide one, and all have the rest.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +22,9 @@ from lab.models.model import SIZES, GPTConfig, MLPConfig
 class ModelShape:
     """Holds the sizes of a decoder-only transformer.
 
-    `active_experts` of the `experts` process a token; one expert means a dense model. `positions` is the
-    number of learned position embeddings. `learns_bias` says whether linear layers and norms have a bias.
-    `fused_attention` says whether attention is one kernel that keeps no scores (FlashAttention, Dao et al.
-    2022, arXiv:2205.14135) and skips the half that a causal mask removes.
+    `active_experts` of the `experts` process a token; one expert means a dense model. `fused_attention`
+    says whether attention is one kernel that keeps no scores (FlashAttention, Dao et al. 2022,
+    arXiv:2205.14135) and skips the half that a causal mask removes.
     """
 
     num_layers: int
@@ -38,8 +37,6 @@ class ModelShape:
     feed_forward_width: int | None = None  # None: four times the width
     gated: bool = False
     tied: bool = True
-    learns_bias: bool = True
-    positions: int = 0
     dropout: bool = False
     experts: int = 1
     active_experts: int = 1
@@ -47,7 +44,6 @@ class ModelShape:
 
     @property
     def kv_heads(self) -> int:
-        """Return the number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -71,52 +67,25 @@ class ModelShape:
         return 3 if self.gated else 2
 
     @property
-    def _feed_forward(self) -> int:
-        biases = (self._matrices - 1) * self.inner_width + self.width
-        return self._matrices * self.width * self.inner_width + self.learns_bias * biases
-
-    @property
     def expert_parameters(self) -> int:
         """Return the parameters of all experts of a layer. The feed-forward of a dense model is no expert."""
-        return self.experts * self._feed_forward if self.experts > 1 else 0
+        return self.experts * self._matrices * self.width * self.inner_width if self.experts > 1 else 0
 
     @property
     def dense_parameters(self) -> int:
         """Return the parameters of a layer without its experts."""
-        projected = self.query_width + 2 * self.kv_width
-        attention = self.width * (self.query_width + projected) + (projected + self.width) * self.learns_bias
-        norms = (4 if self.learns_bias else 2) * self.width
-        router = self.width * self.experts
-        return attention + norms + (router if self.experts > 1 else self._feed_forward)
+        feed_forward = self._matrices * self.inner_width if self.experts == 1 else 0
+        return self.width * (2 * self.query_width + 2 * self.kv_width + feed_forward)
 
     @property
     def first_parameters(self) -> int:
-        """Return the parameters before the first layer: tokens and positions."""
-        return (self.vocab_size + self.positions) * self.width
-
-    @property
-    def head_parameters(self) -> int:
-        """Return the number of weights of the head, which are the embedding's if they are tied."""
+        """Return the parameters before the first layer: the embedding of tokens."""
         return self.vocab_size * self.width
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the number of all parameters; tied weights count once."""
-        layers = self.num_layers * (self.dense_parameters + self.expert_parameters)
-        final_norm = (2 if self.learns_bias else 1) * self.width
-        return layers + self.first_parameters + final_norm + (not self.tied) * self.head_parameters
-
-    @property
-    def active_weights(self) -> int:
-        """Return the number of weights of a layer that one token is multiplied with."""
-        attention = self.width * (2 * self.query_width + 2 * self.kv_width)
-        router = self.width * self.experts if self.experts > 1 else 0
-        return attention + router + self.active_experts * self._matrices * self.width * self.inner_width
 
     @property
     def end_weights(self) -> tuple[int, int]:
         """Return the numbers of weights, before and after the layers, that a token is multiplied with."""
-        return 0, self.head_parameters
+        return 0, self.vocab_size * self.width
 
     @property
     def reductions(self) -> float:
@@ -142,25 +111,10 @@ class ModelShape:
         # Two norms read and write; two residual branches read two numbers and write one, and a mask.
         replicated = (4 + 6) * self.width * c + 2 * self.width * self.dropout
         divided = self.active_experts * self._matrices * self.inner_width * c
-        if self.experts > 1:  # copied when it is sent, multiplied by a weight, and added to the token
-            replicated += (2 + 2 + 3) * self.active_experts * self.width * c
-        if not self.positions:  # rotary embeddings read and write queries and keys
-            divided += 2 * (self.query_width + self.kv_width) * c
         if not self.fused_attention:
             # Scores: written by one product; read and written by softmax and by dropout; read by the other.
             divided += self.num_heads * self.sequence_length * ((6 if self.dropout else 4) * c + self.dropout)
         return divided, replicated
-
-    def flops_per_token(self, causal: bool = False) -> float:
-        """Return the floating-point operations of a token in one step: a forward, and a backward twice it.
-
-        6 for each active weight, and 12 s q for the attention of each layer to a sequence of s tokens, as in
-        Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B. `causal` leaves out the half of the
-        attention that the mask removes.
-        """
-        weights = self.num_layers * self.active_weights + sum(self.end_weights)
-        attention = 12.0 * self.num_layers * self.query_width * self.sequence_length
-        return 6.0 * weights + (attention / 2 if causal else attention)
 
 
 @dataclass(frozen=True)
@@ -187,31 +141,16 @@ class MLPShape(MLPConfig):
         return self.outputs
 
     @property
-    def active_weights(self) -> int:
-        return self.width**2
-
-    @property
-    def end_weights(self) -> tuple[int, int]:
-        return (self.inputs - self.width) * self.width, (self.outputs - self.width) * self.width
-
-    @property
     def dense_parameters(self) -> int:
-        return self.width**2 + self.width
+        return self.width**2
 
     @property
     def first_parameters(self) -> int:
         return self.end_weights[0]
 
     @property
-    def head_parameters(self) -> int:
-        return self.end_weights[1] + self.outputs - self.width
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_layers * self.dense_parameters + self.first_parameters + self.head_parameters
-
-    def flops_per_token(self, causal: bool = False) -> float:
-        return 6.0 * (self.num_layers * self.active_weights + sum(self.end_weights))
+    def end_weights(self) -> tuple[int, int]:
+        return (self.inputs - self.width) * self.width, (self.outputs - self.width) * self.width
 
     def kept_bytes(self, c: int) -> tuple[float, float]:
         return self.width * c / 2, self.width * c / 2  # a layer's output; those of every second are divided
@@ -223,22 +162,41 @@ class MLPShape(MLPConfig):
 AnyShape = ModelShape | MLPShape
 
 
+def num_parameters(shape: AnyShape) -> int:
+    """Return the number of a model's parameters; tied weights count once."""
+    layers = shape.num_layers * (shape.dense_parameters + shape.expert_parameters)
+    return layers + shape.first_parameters + (not shape.tied) * shape.end_weights[1]
+
+
+def active_weights(shape: AnyShape) -> float:
+    """Return the number of weights of a layer that one token is multiplied with."""
+    return shape.dense_parameters + shape.expert_parameters * shape.active_experts / shape.experts
+
+
+def flops_per_token(shape: AnyShape, causal: bool = False) -> float:
+    """Return the floating-point operations of a token in one step: a forward, and a backward twice it.
+
+    6 for each active weight, and 12 s q for the attention of each layer to a sequence of s tokens, as in
+    Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B. `causal` leaves out the half of the
+    attention that the mask removes.
+    """
+    weights = shape.num_layers * active_weights(shape) + sum(shape.end_weights)
+    attention = 12.0 * shape.num_layers * shape.query_width * shape.sequence_length
+    return 6.0 * weights + (attention / 2 if causal else attention)
+
+
 def _llama(layers: int, width: int, heads: int, inner: int) -> ModelShape:
     """Return a Llama 3: The Llama 3 Herd of Models, 2024, arXiv:2407.21783, table 3."""
-    return ModelShape(
-        layers, width, heads, 128_256, 8192, 8, None, inner, gated=True, tied=False, learns_bias=False
-    )
+    return ModelShape(layers, width, heads, 128_256, 8192, 8, None, inner, gated=True, tied=False)
 
 
 SHAPES = {
-    "gpt-3-175b": ModelShape(96, 12_288, 96, 51_200, 2048, positions=2048),  # Brown et al. 2020, table 2.1
+    "gpt-3-175b": ModelShape(96, 12_288, 96, 51_200, 2048),  # Brown et al. 2020, table 2.1
     "llama-3-8b": _llama(32, 4096, 32, 14_336),
     "llama-3-70b": _llama(80, 8192, 64, 28_672),
     "llama-3-405b": _llama(126, 16_384, 128, 53_248),
     # Jiang et al., "Mixtral of Experts", 2024, arXiv:2401.04088, table 1.
-    "mixtral-8x7b": ModelShape(
-        32, 4096, 32, 32_000, 8192, 8, None, 14_336, True, False, False, experts=8, active_experts=2
-    ),
+    "mixtral-8x7b": replace(_llama(32, 4096, 32, 14_336), vocab_size=32_000, experts=8, active_experts=2),
 }
 
 
@@ -268,7 +226,6 @@ def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_expe
         config.block_size,
         config.kv_heads,
         tied=config.tied,
-        positions=config.block_size,
         dropout=config.dropout > 0,
         experts=experts,
         active_experts=active_experts,

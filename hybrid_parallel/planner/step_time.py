@@ -43,7 +43,7 @@ from hybrid_parallel.planner.memory import (
     state_bytes,
     tokens_of,
 )
-from hybrid_parallel.planner.shapes import AnyShape
+from hybrid_parallel.planner.shapes import AnyShape, active_weights, flops_per_token
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.analysis import theory
 
@@ -103,7 +103,7 @@ class TimeModel:
 
     def utilisation(self, sizes: ParallelSizes, seconds: float, causal: bool = False) -> float:
         """Return the share of the devices' peak rate that the model's own operations take (MFU)."""
-        operations = self.shape.flops_per_token(causal) * self.batch * self.shape.sequence_length
+        operations = flops_per_token(self.shape, causal) * self.batch * self.shape.sequence_length
         peak = self.machine.peak_flops[sizes.precision] * self.machine.share
         return operations / (seconds * peak * sizes.world_size)
 
@@ -135,8 +135,8 @@ class TimeModel:
         parts = {
             "compute": compute,
             **idle,
-            "data": self._data(sizes, forward, sum(backward)),
-            "optimizer": self._optimizer(sizes),
+            "data": self._data(sizes, slowest, forward, sum(backward)),
+            "optimizer": self._optimizer(sizes, slowest),
         }
         overhead = self.machine.overhead
         return Seconds(**parts, overhead=sum(parts.values()) * overhead / (1 - overhead))
@@ -157,15 +157,17 @@ class TimeModel:
     def _compute(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a layer's forward without communication. Its backward takes twice that."""
         (tokens, c), machine = self._numbers(sizes), self.machine
-        matmuls = 2 * self.shape.active_weights / sizes.tensor / machine.flops(sizes.precision)
+        rate = machine.peak_flops[sizes.precision] * machine.matmul_share
+        matmuls = 2 * active_weights(self.shape) / sizes.tensor / rate
         moved = on_a_rank(self.shape.moved_bytes(c), sizes) / machine.bandwidth
         return self._reading(sizes) + tokens * (matmuls + moved) + self._attention(sizes)
 
     def _attention(self, sizes: ParallelSizes) -> float:
         """Return the seconds of the scores and the sums of a layer's attention in the forward."""
-        shape, (tokens, _) = self.shape, self._numbers(sizes)
+        shape, (tokens, _), machine = self.shape, self._numbers(sizes), self.machine
+        rate = machine.peak_flops[sizes.precision] * machine.attention_share
         operations = 4 * shape.sequence_length * shape.query_width * (0.5 if shape.fused_attention else 1)
-        return tokens * operations / sizes.tensor / self.machine.attention_flops(sizes.precision)
+        return tokens * operations / sizes.tensor / rate
 
     def _reading(self, sizes: ParallelSizes) -> float:
         """Return the seconds in which a core reads a layer's parameters; a GPU reads while it multiplies."""
@@ -178,7 +180,7 @@ class TimeModel:
         """Return the seconds of the tensor axis in a layer's forward, and as many in its backward."""
         (tokens, c), t = self._numbers(sizes), sizes.tensor
         ops = ("all_gather", "reduce_scatter") if sizes.sequence_parallel else ("all_reduce",)
-        stream, link = tokens * self.shape.width * c, self.machine.link(t, 1)
+        stream, link = tokens * self.shape.width * c, self.machine.ring_link(t, 1)
         return self.shape.reductions * sum(collective(op, stream, t, link) for op in ops)
 
     def _context(self, sizes: ParallelSizes) -> tuple[float, float]:
@@ -187,13 +189,12 @@ class TimeModel:
         if n == 1:
             return 0.0, 0.0
         tokens, c = self._numbers(sizes)
+        link = machine.link(n, t)
         queries, keys = tokens * shape.query_width / t, tokens * 2 * shape.kv_width / t  # keys and values
         if sizes.attention == "all_to_all":
-            link, numbers = machine.pairwise_link(n, t), (queries + keys, queries)  # there, and back
+            numbers = queries + keys, queries  # there, and back
             seconds = sum(collective("all_to_all", each * c, n, link, "pairwise") for each in numbers)
             return seconds, seconds
-        # A message of the ring between two nodes goes through one network card.
-        link = machine.inner if machine.is_one_node(n, t) else machine.outer
         attention = self._attention(sizes) / machine.share
         forward, backward = ring_passes([attention / n] * n, link.alpha + keys * c * link.beta)
         return max(0.0, forward - attention), max(0.0, backward - 2 * attention)
@@ -206,13 +207,14 @@ class TimeModel:
         """
         (tokens, c), e = self._numbers(sizes), sizes.expert_ranks
         sent = tokens / (sizes.tensor if sizes.sequence_parallel else 1) * self.shape.active_experts
-        link = self.machine.pairwise_link(e, sizes.tensor)
+        link = self.machine.link(e, sizes.tensor)
         return 2 * collective("all_to_all", sent * self.shape.width * c, e, link, "pairwise")
 
     def _ends(self, sizes: ParallelSizes) -> tuple[float, float]:
         """Return the forward's seconds before the layers, and after them for the head and the loss."""
         (tokens, c), machine = self._numbers(sizes), self.machine
-        first, last = (2 * weights / machine.flops(sizes.precision) for weights in self.shape.end_weights)
+        rate = machine.peak_flops[sizes.precision] * machine.matmul_share
+        first, last = (2 * weights / rate for weights in self.shape.end_weights)
         last += self.shape.vocab_size * (2 * c + 4) / machine.bandwidth
         return tokens / sizes.tensor * first, tokens / sizes.tensor * last
 
@@ -237,14 +239,13 @@ class TimeModel:
         link = self.machine.link(2, sizes.replicas * t)
         return 2 * (sizes.num_stages - 1) * (link.alpha + tokens * self.shape.width * c / t * link.beta)
 
-    def _data(self, sizes: ParallelSizes, forward: float, backward: float) -> float:
+    def _data(self, sizes: ParallelSizes, rank: int, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides.
 
         All n replicas reduce gradients; those of an expert only the n/e replicas that hold it.
         """
         n, e, m, machine = sizes.replicas, sizes.expert_ranks, sizes.microbatches, self.machine
-        rank = self._fullest(sizes)
-        own, layers = experts_of(self.shape, sizes, rank), max(1, layers_of(self.shape, sizes, 0))
+        own, layers = experts_of(self.shape, sizes, rank), layers_of(self.shape, sizes, rank)
         # The numbers that are reduced together, the ranks that do so, and how far these are apart.
         dense = parameters_of(self.shape, sizes, rank) - own
         parts = [(dense, n, sizes.tensor), (own, n // e, e * sizes.tensor)]
@@ -257,7 +258,7 @@ class TimeModel:
             for (op, size), (numbers, ranks, stride) in product(ops, parts):
                 if numbers:
                     layer = numbers / layers * size
-                    comm += layers * collective(op, layer, ranks, machine.link(ranks, stride))
+                    comm += layers * collective(op, layer, ranks, machine.ring_link(ranks, stride))
                     copies += layers * collective(op, layer, ranks, copying)
             return copies + (comm if sizes.pipeline > 1 else max(comm - hiding, comm / layers))
 
@@ -268,11 +269,8 @@ class TimeModel:
             return m * (left([gather], forward) + left([gather, scatter], backward))
         return (m if sizes.zero == 2 else 1) * left([scatter], backward) + left([gather], 0.0)
 
-    def _optimizer(self, sizes: ParallelSizes) -> float:
+    def _optimizer(self, sizes: ParallelSizes, rank: int) -> float:
         """Return the seconds in which a rank changes the parameters whose optimizer state it has."""
-        numbers = parameters_of(self.shape, sizes, self._fullest(sizes))
+        numbers = parameters_of(self.shape, sizes, rank)
         owners = sizes.replicas if sizes.zero else 1
         return numbers / owners * ADAM_BYTES / self.machine.bandwidth / self.machine.share
-
-    def _fullest(self, sizes: ParallelSizes) -> int:
-        return max(fullest_ranks(sizes), key=lambda rank: parameters_of(self.shape, sizes, rank))

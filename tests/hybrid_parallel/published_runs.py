@@ -39,7 +39,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from hybrid_parallel.planner.machine import MACHINES, Machine
-from hybrid_parallel.planner.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, flops_per_token
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 
@@ -78,7 +78,7 @@ def _sizes(
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
     """A GPT of Megatron-LM, before fused attention."""
-    return ModelShape(layers, width, heads, 51_200, 2048, positions=2048, dropout=True, fused_attention=False)
+    return ModelShape(layers, width, heads, 51_200, 2048, dropout=True, fused_attention=False)
 
 
 MEGATRON_GPTS = {  # layers, width, heads
@@ -98,7 +98,7 @@ def _megatron(
     # Their operations include a second forward; equation 3 of the paper.
     s, h, n, v = shape.sequence_length, shape.width, shape.num_layers, shape.vocab_size
     counted = 96 * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
-    share = shape.flops_per_token() / counted
+    share = flops_per_token(shape) / counted
     return Run(f"Megatron-LM {size}", shape, A100, batch, sizes, share * teraflops * 1e12 / 312e12)
 
 
@@ -151,7 +151,7 @@ MPT |= {"13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64)}
 
 def _sharded(size: str, gpus: int, microbatch: int, microbatches: int, again: bool, percent: float) -> Run:
     layers, width, heads = MPT[size]
-    shape = ModelShape(layers, width, heads, 50_368, 2048, positions=2048, learns_bias=False)
+    shape = ModelShape(layers, width, heads, 50_368, 2048)
     sizes = _sizes(1, gpus, 1, microbatches, zero=3, recompute=again)
     batch = gpus * microbatch * microbatches
     return Run(f"MPT {size} on {gpus} GPUs", shape, A100, batch, sizes, percent / 100)
@@ -189,7 +189,7 @@ def _experts(
     layers: int, tokens: int, gpus: int, p: int, context: int, expert_ranks: int, batch: int, seconds: float
 ) -> Run:
     widths = {"num_kv_heads": 8, "head_width": 128, "feed_forward_width": 32_768}
-    kind = {"gated": True, "tied": True, "learns_bias": False, "experts": 8, "active_experts": 2}
+    kind = {"gated": True, "tied": True, "experts": 8, "active_experts": 2}
     shape, data = ModelShape(layers, 6144, 48, 131_072, tokens, **widths, **kind), gpus // (p * context * 4)
     axes = {"context": context, "expert_ranks": expert_ranks, "sequence_parallel": True}
     sizes = _sizes(p, data, 4, batch // data, 8 if p > 1 else 1, **axes)

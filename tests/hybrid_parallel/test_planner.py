@@ -1,6 +1,5 @@
 """The planner tries every division, ranks those that fit, and says why each loser lost."""
 
-import json
 import subprocess
 import sys
 import time
@@ -154,14 +153,6 @@ def test_the_table_shows_the_choice_its_step_and_the_axes_that_a_plan_uses(capsy
     assert f"{used:.1%}" in said and "experts" not in said
     main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=3))
     assert "tensor experts microbatches" in " ".join(capsys.readouterr().out.split())
-
-
-def test_json_holds_the_sizes_and_the_predictions(capsys):
-    main(Args(model="small", devices=4, batch=16, json=True, rows=2))
-    said = json.loads(capsys.readouterr().out)
-    best = plans(shape_of("small"), H100, 4, 16)[0]
-    assert len(said["plans"]) == 2 and said["plans"][0]["step_seconds"] == best.step_seconds
-    assert said["plans"][0] | vars(best.sizes) == said["plans"][0]
 
 
 def test_the_command_line_ends_with_a_sentence_and_no_stack_trace():

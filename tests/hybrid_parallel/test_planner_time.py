@@ -8,9 +8,9 @@ from comm import cost
 from comm.cost import Link
 from context_parallel.makespan import ring_seconds, step_pairs
 from context_parallel.sequence_cut import SequenceCut
-from hybrid_parallel.planner.machine import Machine, machine_of
+from hybrid_parallel.planner.machine import Machine, this_machine
 from hybrid_parallel.planner.memory import parameters_of
-from hybrid_parallel.planner.shapes import SHAPES, ModelShape
+from hybrid_parallel.planner.shapes import SHAPES, ModelShape, flops_per_token
 from hybrid_parallel.planner.step_time import Seconds, TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.threads import own_cores
@@ -22,7 +22,7 @@ NO_LINK = Link(0.0, 0.0)
 FREE = Machine(1e12, {"float32": 1.0, "bf16": 1.0}, 1.0, 1.0, 1e30, 0.0, 8, NO_LINK, NO_LINK)
 FOUR = replace(FREE, devices_per_node=4)
 # Its attention and its head cost almost nothing beside 2 * 12 * 4096 * 4096 operations of a token and layer.
-SHAPE = ModelShape(12, 4096, 8, vocab_size=1, sequence_length=1, positions=1)
+SHAPE = ModelShape(12, 4096, 8, vocab_size=1, sequence_length=1)
 # One layer; of 8 tokens each of 2 ranks has 4, with 4 numbers in each query, key and value.
 TINY = ModelShape(1, width=4, num_heads=2, vocab_size=1, sequence_length=8, num_kv_heads=2)
 # One layer. An expert's linear layers have 32 numbers between them, and each token passes two experts.
@@ -40,7 +40,9 @@ def predict(sizes: ParallelSizes, machine: Machine = FREE, batch: int = 48, shap
 def test_one_process_takes_the_operations_of_the_model_over_its_rate():
     for shape in (SHAPE, replace(SHAPE, sequence_length=512, vocab_size=1000), SHAPES["mixtral-8x7b"]):
         seconds = predict(ParallelSizes(), shape=shape)
-        assert seconds.total == pytest.approx(48 * shape.sequence_length * shape.flops_per_token(causal=True))
+        assert seconds.total == pytest.approx(
+            48 * shape.sequence_length * flops_per_token(shape, causal=True)
+        )
         used = TimeModel(shape, FREE, 48).utilisation(ParallelSizes(), seconds.total, causal=True)
         assert used == pytest.approx(1)
 
@@ -100,9 +102,9 @@ def test_without_a_pipeline_the_backward_hides_all_but_one_layer():
 
 def test_this_machine_is_measured_and_shared_by_its_ranks():
     link = Link(1e-4, 8e-9)
-    one, many = (machine_of("this", ranks, link) for ranks in (1, 1000))
+    one, many = (this_machine(ranks, link) for ranks in (1, 1000))
     assert one.inner == one.outer == link
-    assert 1e8 < one.flops("float32") < 1e14 and 1e8 < one.bandwidth < 1e13
+    assert 1e8 < one.peak_flops["float32"] < 1e14 and 1e8 < one.bandwidth < 1e13
     assert one.share == 1 and many.share == len(own_cores()) / 1000
     assert many.memory_bytes < one.memory_bytes / 1000
 
