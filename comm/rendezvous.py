@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
-from comm.membership import liveness, meeting
+from comm.membership import liveness
+from comm.membership.meeting import Meeting
 from comm.membership.settings import (
     check_interface,
     choose_device,
@@ -71,13 +72,13 @@ def join() -> Cluster:
     # A worker that torchrun restarts after a crash must not find the keys of the dead worker.
     store = dist.PrefixStore(f"attempt_{restart_count()}", store)
     _listen_on_one_interface(world_size)
+    meeting = Meeting(store, rank, world_size)
     try:
         # 2. and 3. Meet, and connect to rank 0.
-        is_alone = world_size == 1
-        share_cores(1 if is_alone else meeting.meet(store, rank, world_size, deadline, timeout, gpu))
+        share_cores(meeting.meet(deadline, timeout, gpu) if world_size > 1 else 1)
         choose_vector_math()
         # 4. The group.
-        _form_group(backend, device, store, rank, world_size, op_timeout)
+        _form_group(backend, device, meeting, op_timeout)
     except dist.DistError as error:
         gone = liveness.cause() or liveness.Departure(0, "died")  # rank 0 hosts the store
         raise CommError(f"The group cannot form: {gone}.") from error
@@ -92,9 +93,7 @@ def leave(cluster: Cluster) -> None:
     liveness.forget()
 
 
-def _form_group(
-    backend: str, device: torch.device, store: dist.Store, rank: int, world_size: int, op_timeout: float
-) -> None:
+def _form_group(backend: str, device: torch.device, meeting: Meeting, op_timeout: float) -> None:
     """Let torch connect all ranks. It waits for a dead rank until the timeout, but this function does not."""
 
     def form() -> None:
@@ -102,9 +101,9 @@ def _form_group(
             torch.cuda.set_device(device)  # the current device belongs to a thread
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
+            store=dist.PrefixStore("group", meeting.store),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
             timeout=timedelta(seconds=op_timeout),
         )
 
@@ -124,14 +123,14 @@ def _form_group(
         if gone := liveness.cause():
             why = str(gone)
         elif "timeout" in first_line.lower() or "timed out" in first_line.lower():
-            why = f"{meeting.who_is_stuck(store, rank, world_size)} (OP_TIMEOUT is {op_timeout:g} s)"
+            why = f"{meeting.who_is_stuck()} (OP_TIMEOUT is {op_timeout:g} s)"
         else:
             why = first_line
-        raise meeting.give_up(store, rank, f"The group cannot form: {why}.") from error
+        raise meeting.give_up(f"The group cannot form: {why}.") from error
     keep_from_preempting()
-    if world_size > 1:
+    if meeting.world_size > 1:
         # Wait for all: a rank that failed now would break connections that others are still making.
-        meeting.wait_for_all(store, rank, world_size, "formed", deadline)
+        meeting.wait_for_all("formed", deadline)
 
 
 def _listen_on_one_interface(world_size: int) -> None:

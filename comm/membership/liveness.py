@@ -105,23 +105,17 @@ _server: Server | None = None  # on rank 0
 _lock = threading.Lock()  # several threads may listen
 
 
-def connect(store: dist.Store, rank: int, world_size: int) -> bool:
-    """Connect to rank 0, on rank 0 too. Return False if its address is not in the store yet.
-
-    Raise OSError if rank 0 cannot be reached.
-    """
+def connect(store: dist.Store, rank: int, world_size: int) -> None:
+    """Connect to rank 0, on rank 0 too. Raise OSError if it cannot be reached."""
     global _rank, _connection, _server
     if rank == 0:
         _server = Server(world_size)
         _server.start()
         store.set(_KEY, json.dumps(_server.place))
-    elif not store.check([_KEY]):
-        return False
     end = socket.create_connection(json.loads(store.get(_KEY)), timeout=5)
     end.settimeout(None)
     _rank, _connection = rank, Connection(end.detach())
     send(_connection, {"rank": rank})
-    return True
 
 
 def cause(patience: float = _PATIENCE) -> Departure | None:
