@@ -20,7 +20,6 @@ from comm.wire.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.launcher import run_in_a_child
-from lab.ranks.output import is_in_a_notebook
 
 Arguments = TypeVar("Arguments")
 
@@ -97,15 +96,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
     is_main = os.environ.get("RANK", "0") == "0"
-    if is_main or not liveness.fail(sentence) or is_in_a_notebook():
+    if is_main or not liveness.fail(sentence):
         line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
         print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
     if is_main:
         liveness.fail(sentence)
         liveness.wait_for_the_others(1.0)
     sys.stdout.flush()
-    if is_in_a_notebook():
-        print("Restart the kernel before this notebook joins again.", file=sys.stderr)
-        sys.exit(exit_code)
     # Not sys.exit: the destructors of a broken group would wait for peers that have gone.
     os._exit(exit_code)
