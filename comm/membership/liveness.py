@@ -136,13 +136,17 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
     """Tell the others why this rank gives up. Return whether rank 0, another one, fails for the same reason.
 
     It waits at most `patience` seconds for rank 0, and does not wait if another failure is known already.
+    Rank 0 waits until all others have been told.
     """
     if _connection is not None:
         send(_connection, {"how": "failed", "why": why})
-    for others in _news(patience) if _rank > 0 else ():
-        if Departure(0, "failed", why) in others:
+    for others in _news(_PATIENCE if _rank == 0 else patience):
+        if _rank == 0:
+            if any(gone.rank == 0 for gone in _gone):
+                break  # its thread tells rank 0 last
+        elif Departure(0, "failed", why) in others:
             return others[0].how != "died"
-        if any(gone.why != why for gone in others):
+        elif any(gone.why != why for gone in others):
             break
     return False
 
