@@ -29,13 +29,11 @@ def show(figure: Figure, alt: str) -> None:
     _display(image.getvalue(), alt)
 
 
-def show_events(
-    events: Iterable[Event] | Mapping[str, Iterable[Event]], alt: str, width: float = 9.0
-) -> None:
+def show_events(events: Iterable[Event] | Mapping[str, Iterable[Event]], alt: str) -> None:
     """Display events as a Gantt chart (lab/trace/gantt.py), or several named charts one above the other."""
     panels = events if isinstance(events, Mapping) else {"": events}
     with tempfile.TemporaryDirectory() as folder:
-        path = draw_panels(panels, Path(folder) / "events.png", width=width)
+        path = draw_panels(panels, Path(folder) / "events.png", width=9.0)
         _display(path.read_bytes(), alt)
 
 
