@@ -85,10 +85,10 @@ def divide(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Par
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes an n-th of the outputs: (..., inputs) to (..., outputs/n).
 
-    The parameters of `plain`, equal on all ranks, become this rank's shards. With `gather_output` every rank
-    gets all outputs. With `sequence_parallel` the input is this rank's shard of the tokens, along dim 1, and
-    the output has all tokens. `dims` says along which dim a parameter is divided, and its full size there.
-    If n does not divide the outputs (a vocabulary), zeros pad them. A row layer refuses such inputs instead.
+    The parameters of `plain`, equal on all ranks, become this rank's shards; zeros pad a vocabulary that n
+    does not divide. With `gather_output` every rank gets all outputs. With `sequence_parallel` the input is
+    this rank's shard of the tokens, along dim 1, and the output has all tokens. `dims` says along which dim a
+    parameter is divided, and its full size there.
     """
 
     def __init__(
