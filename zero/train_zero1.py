@@ -18,10 +18,10 @@ each bucket is this rank's shard. The inner optimizer is an ordinary one that tr
 the parameters. Because they share the bucket's memory, its step writes into the bucket, and an all-gather of
 the shards changes the model. Gradients have a flat tensor of their own for each bucket, in the same layout.
 
-The class reads from top to bottom: a gradient moves into its bucket (`_on_gradient`), a complete bucket is
-reduce-scattered while the backward continues (`_launch`), what is left is sent and awaited
-(`finish_gradient_sync`), and the update follows (`step`). Parts of the technique: shards.py, the layout, and
-memory.py, the report. Stage 2 (train_zero2.py) is a subclass with four other methods.
+`ShardOptimizer` lays the memory out. `ZeroOptimizer` reads from top to bottom: a gradient moves into its
+bucket (`_on_gradient`), a complete bucket is reduce-scattered while the backward continues (`_launch`), what
+is left is sent and awaited (`finish_gradient_sync`), and the update follows (`step`). Parts of the technique:
+shards.py, the layout, and memory.py, the report. Stage 2 (train_zero2.py) is a subclass.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -54,7 +54,7 @@ from training.clipping import clip_grad_norm_
 from training.guard import Guard, refuse_unless_elementwise
 from training.run import Run
 from zero.memory import owned, shares_of
-from zero.shards import FlatLayout, ParameterShard, fill_buckets
+from zero.shards import FlatLayout, fill_buckets
 
 
 class Bucket:
@@ -79,15 +79,8 @@ class Bucket:
         self.missing = set(parameters)
 
 
-class ZeroOptimizer(Optimizer):
-    """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
-
-    The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
-    through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
-    not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
-    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros. Gradients do
-    not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
-    """
+class ShardOptimizer(Optimizer):
+    """Lays parameters out in buckets for an optimizer of this rank's shards; clips, and is checkpointed."""
 
     def __init__(
         self,
@@ -107,14 +100,52 @@ class ZeroOptimizer(Optimizer):
         for options in groups:
             for parameter in options["params"]:
                 broadcast(parameter.data, root=0, group=group)
-            filled = fill_buckets(options["params"], bucket_mb)
-            buckets = [Bucket(parameters, rank, ranks) for parameters in filled]
+            buckets = [Bucket(some, rank, ranks) for some in fill_buckets(options["params"], bucket_mb)]
             options["params"] = [shard.tensor for bucket in buckets for shard in bucket.shards]
             options.pop("param_names", None)
             self.buckets += buckets
         self.inner = optimizer_class(groups, **defaults)
         super().__init__(self.inner.param_groups, defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.parameter_shards = [shard for bucket in self.buckets for shard in bucket.shards]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self._guard.before_step()
+        shards = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(shards, max_norm, [self.group], self.pattern)
+
+    def shards(self, model: nn.Module) -> list[Shard]:
+        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        full = [*model.named_parameters(), *model.named_buffers()]
+        found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]
+        for shard in self.parameter_shards:
+            _, *state = shard.checkpointed(names[shard.parameter], self)
+            found += state
+        return found
+
+    def state_dict(self) -> NoReturn:
+        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "parameter_shards"):  # set once torch's constructor has added its groups
+            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
+        super().add_param_group(param_group)
+
+
+class ZeroOptimizer(ShardOptimizer):
+    """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
+
+    The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
+    through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
+    not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
+    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros. Gradients do
+    not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.layout.parameters}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -202,37 +233,6 @@ class ZeroOptimizer(Optimizer):
         for shard in self.parameter_shards:
             shard.parameter.grad = shard.tensor.grad = None
         self._is_synchronised = False
-
-    # The rest is not the idea: clipping, checkpoints, and what is refused.
-
-    @property
-    def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shard of each parameter that is trained."""
-        return [shard for bucket in self.buckets for shard in bucket.shards]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        self._guard.before_step()
-        shards = [shard.tensor for shard in self.parameter_shards]
-        return clip_grad_norm_(shards, max_norm, [self.group], self.pattern)
-
-    def shards(self, model: nn.Module) -> list[Shard]:
-        """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        full = [*model.named_parameters(), *model.named_buffers()]
-        found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]
-        for shard in self.parameter_shards:
-            _, *state = shard.checkpointed(names[shard.parameter], self)
-            found += state
-        return found
-
-    def state_dict(self) -> NoReturn:
-        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_bucket_of"):  # which __init__ sets after torch's constructor has added its groups
-            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
-        super().add_param_group(param_group)
 
 
 def traffic_per_step(optimizer: ZeroOptimizer, reductions: int = 1, is_clipped: bool = False) -> Traffic:

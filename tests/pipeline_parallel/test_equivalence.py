@@ -85,13 +85,8 @@ def test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables(n: in
 def test_however_the_model_is_cut_it_is_trained_the_same():
     def compare(cluster: Cluster) -> None:
         table = one_f_one_b(3, 2)
-        for options in (
-            {"split": [1, 1, 5]},
-            {"costs": "parameters"},
-            {"costs": "time"},
-            {"costs": [1.0] * 7},
-        ):
-            compare_with_one_process(cluster, partial(mlp, 7), table, vectors(4), **options)
+        for balance in ("layers", "parameters"):
+            compare_with_one_process(cluster, partial(gpt, num_layers=4), table, text(4), balance=balance)
 
     run_ranks(compare, 3)
 
