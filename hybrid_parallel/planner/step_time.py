@@ -8,8 +8,8 @@
     context axis   ring: messages of keys and values, each behind the attention to one block of keys, and of
                    their gradients, the last of which is not hidden; all-to-all: 4 of them, not hidden
     experts        a token and its result travel to k experts and back, in both passes; nothing is hidden
-    pipeline       microbatches * slowest rank, and the idle time of the schedule by its formula; a message
-                   for each stage on the way of the first microbatch and on the way back of the last one
+    pipeline       microbatches * slowest rank, and the idle time of the schedule by its formula; messages
+                   of the first microbatch on its way and of the last one on its way back, see `_messages`
     data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline one microbatch hides
                    them, except for one layer's and for the parameters that ZeRO 1 and 2 gather after the step
     optimizer      bytes / bandwidth
@@ -231,13 +231,17 @@ class TimeModel:
     def _messages(self, sizes: ParallelSizes) -> float:
         """Return the seconds of messages between stages that no computation hides.
 
-        These are those of the first microbatch on its way, and of the last one on its way back.
+        These are those of the first microbatch on its way, and of the last one on its way back. 1F1B and the
+        naive schedule wait for a microbatch on both ways as often as they have gone through those they hold;
+        the others have something else to compute meanwhile.
         """
-        if sizes.pipeline == 1:
+        p, m, t = sizes.pipeline, sizes.microbatches, sizes.tensor
+        if p == 1:
             return 0.0
-        (tokens, c), t = self._numbers(sizes), sizes.tensor
-        link = self.machine.link(2, sizes.replicas * t)
-        return 2 * (sizes.num_stages - 1) * (link.alpha + tokens * self.shape.width * c / t * link.beta)
+        (tokens, c), link = self._numbers(sizes), self.machine.link(2, sizes.replicas * t)
+        once = 2 * (sizes.num_stages - 1) * (link.alpha + tokens * self.shape.width * c / t * link.beta)
+        waits = sizes.schedule in ("naive", "1f1b")
+        return once * m / theory.held(sizes.schedule, p, m, sizes.chunks, 0) if waits else once
 
     def _data(self, sizes: ParallelSizes, rank: int, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides.

@@ -381,7 +381,7 @@ from hybrid_parallel.planner.table import table_of
 llama, h100 = SHAPES["llama-3-8b"], MACHINES["h100"]
 
 
-def show_plans(found, machine, rows=5):
+def show_plans(found, machine, rows=7):
     """Print the best plan of each division, and how many plans fit."""
     table = table_of(best_by_division(found)[:rows], TimeModel(llama, machine, batch=64))
     fit = sum(plan.seconds is not None for plan in found)
