@@ -7,7 +7,6 @@ and collects the results. After an error or a hang it names the rank and the sou
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -122,10 +121,7 @@ class _Call:
             self.failures[rank] = (0.0, RankError(rank, f"rank {rank} {how} before it returned."))
             return
         self.processes.forget(rank)
-        try:
-            when, result, trace = cloudpickle.loads(message)
-        except Exception as error:
-            when, result, trace = time.monotonic(), None, f"its result cannot be unpickled: {error!r}"
+        when, result, trace = cloudpickle.loads(message)
         if trace is None:
             self.answers[rank] = result
         else:
