@@ -197,14 +197,13 @@ def shards_of(name: str, trained: Tensor, optimizer: Optimizer | None, **where: 
 
 def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
     """Return the shards of a model that each rank has in full, or whose parameters are DTensors."""
-    shards: list[Shard] = []
+    shards = [Shard(f"model/{name}", buffer) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():
         where = {}
         if isinstance(parameter, DTensor):
             where = {"shape": parameter.shape, "offset": parameter.__create_chunk_list__()[0].offsets}
         shards += shards_of(name, parameter, optimizer, **where)
-    kept = model.state_dict(keep_vars=True)
-    return shards + [Shard(f"model/{name}", b) for name, b in model.named_buffers() if name in kept]
+    return shards
 
 
 def _local(tensor: Tensor) -> Tensor:
