@@ -39,7 +39,7 @@ class MoEConfig:
 
 
 def refuse_choice(moe: MoEConfig) -> None:
-    """Refuse tokens that cannot be dispatched as asked."""
+    """Refuse experts and tokens that make no sense."""
     if moe.num_experts < 1:
         raise WorkbookError(f"--experts {moe.num_experts}: there must be at least one.")
     if not 1 <= moe.top_k <= moe.num_experts:

@@ -15,7 +15,6 @@ It needs memory for twice the full model.
 import os
 import secrets
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,25 +22,14 @@ import tyro
 from safetensors.torch import save
 
 from lab.launch.errors import WorkbookError, reason
-from training import checkpoint
-from training.checkpoint import Shard, fill
+from training.checkpoint import STEP, Shard, complete_steps, fill, read_manifest
 
 MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
 
 
-@dataclass
-class ExportArgs:
-    """Write the model of a checkpoint as one safetensors file."""
-
-    checkpoint: tyro.conf.Positional[Path]
-    """Folder with checkpoints (the newest counts), or one checkpoint in it, such as runs/first/step-100."""
-    out: tyro.conf.Positional[Path]
-    """File to write."""
-
-
 def export(folder: Path, out: Path) -> int:
     """Write a checkpoint's model to the file `out`; return its number of tensors, or raise WorkbookError."""
-    found = checkpoint.read_manifest(*_find(folder))
+    found = read_manifest(*_find(folder))
     full = {
         name.removeprefix(MODEL): torch.empty(saved.size, dtype=saved.properties.dtype)
         for name, saved in found.tensors.items()
@@ -66,22 +54,26 @@ def export(folder: Path, out: Path) -> int:
 
 def _find(folder: Path) -> tuple[Path, int]:
     """Return the folder of all checkpoints and a step, for that folder or for one checkpoint in it."""
-    if match := checkpoint.STEP.fullmatch(folder.name):
+    if match := STEP.fullmatch(folder.name):
         return folder.parent, int(match[1])
-    steps = checkpoint.complete_steps(folder)
+    steps = complete_steps(folder)
     if not steps:
         raise WorkbookError(f"there is no complete checkpoint in {folder}")
     return folder, steps[-1]
 
 
-def main() -> None:
-    args = tyro.cli(ExportArgs)
+def main(checkpoint: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
+    """Write the model of a checkpoint as one safetensors file.
+
+    Args:
+        checkpoint: Folder with checkpoints (the newest counts), or one of them, such as runs/first/step-100.
+        out: File to write.
+    """
     try:
-        number = export(args.checkpoint, args.out)
-        print(f"{args.out} has the {number} tensors of the model in {args.checkpoint}.")
+        print(f"{out} has the {export(checkpoint, out)} tensors of the model in {checkpoint}.")
     except WorkbookError as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

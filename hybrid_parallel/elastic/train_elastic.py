@@ -149,7 +149,10 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
                     first_step=replica.steps,
                 )  # fmt: skip
             if replica.steps == args.steps:
-                finish(survivors, replica, meter)
+                digests = replica_digests(survivors.cluster, replica.model)
+                same, names = len(set(digests)) == 1, survivors.names
+                meter.finish(survivors=names, replicas_equal=same, replica_digest=digests[0][:16])
+                refuse_unequal(digests)
                 return replica
             deaths.die_if_due(survivors.name, replica.steps)
             with meter.step() as record:
@@ -160,15 +163,6 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
         except CommError:  # a rank has died or hangs
             meter = None
             survivors.regroup()
-
-
-def finish(survivors: Survivors, replica: ElasticReplica, meter: Meter) -> None:
-    """Report the last group's steps, and check that its replicas are equal."""
-    digests = replica_digests(survivors.cluster, replica.model)
-    meter.finish(
-        survivors=survivors.names, replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16]
-    )
-    refuse_unequal(digests)
 
 
 if __name__ == "__main__":

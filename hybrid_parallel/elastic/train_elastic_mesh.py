@@ -24,6 +24,7 @@ What to read, in this order:
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 from torch.distributed import DistError
 
@@ -52,10 +53,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
     while True:
         try:
             run, hybrid = begin(survivors.cluster, args, "hybrid_elastic_mesh")
-
-            def die_if_due(step: int) -> None:
-                deaths.die_if_due(survivors.name, step)
-
+            die_if_due = partial(deaths.die_if_due, survivors.name)
             train(run, hybrid, args, die_if_due, survivors=survivors.names)
             return
         except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
@@ -68,10 +66,10 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
 
 
 def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSizes:
-    """Return the sizes with which `ranks` ranks go on. Raise WorkbookError if they cannot train the model.
+    """Return the sizes with which all `ranks` ranks go on. Raise WorkbookError if they cannot.
 
-    All of them take part. Of the meshes that refuse_sizes accepts, this takes one whose ranks hold no more of
-    the model than before, if there is one, and then the one that is most like the mesh before.
+    Of the meshes that refuse_sizes accepts, this takes one whose ranks hold no more of the model than before,
+    if there is one, and then the one that is most like the mesh before.
     """
     model, fitting, refusal = model_of(args), [], None
     contexts = range(1, before.context + 1)
