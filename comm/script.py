@@ -95,13 +95,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main or not liveness.fail(sentence):
+    if not liveness.fail(sentence):
         line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
         print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
-    if is_main:
-        liveness.fail(sentence)
-        liveness.wait_for_the_others(1.0)
+    liveness.wait_for_the_others(1.0)
     sys.stdout.flush()
     # Not sys.exit: the destructors of a broken group would wait for peers that have gone.
     os._exit(exit_code)
