@@ -65,7 +65,7 @@ def main(args: Args) -> None:
     given = {} if args.context is None else {"context": args.context}
     precision = args.precision or ("float32" if is_here else "bf16")
     found = plans(shape, machine, args.devices, batch, precision, given)
-    best = choose(found, machine.memory_bytes)
+    best = choose(found)
     number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
     width = None if sys.stdout.isatty() else 160
     Console(width=width).print(

@@ -38,7 +38,7 @@ def choose_sizes(
     def chosen() -> dict[str, Any]:
         shape = shape_of_config(model_of(args), *experts)
         found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
-        return dataclasses.asdict(choose(found, machine.memory_bytes).sizes)
+        return dataclasses.asdict(choose(found).sizes)
 
     return ParallelSizes(**on_main(cluster, "choose a plan", chosen))
 

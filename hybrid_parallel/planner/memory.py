@@ -44,7 +44,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Return the sum of all parts."""
         return sum(vars(self).values())
 
 

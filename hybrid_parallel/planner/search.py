@@ -100,25 +100,23 @@ def plans(
     return [replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
 
 
-def choose(found: list[Plan], memory_bytes: float) -> Plan:
-    """Return the best plan. WorkbookError if none fits into `memory_bytes` of a device."""
-    best = found[0]
-    if best.seconds is None:
+def choose(found: list[Plan]) -> Plan:
+    """Return the best plan. WorkbookError if none fits."""
+    if found[0].seconds is None:
         raise WorkbookError(
-            f"No plan fits: the smallest one needs {show_bytes(best.memory_bytes)} per device, and "
-            f"{show_bytes(USABLE * memory_bytes)} of {show_bytes(memory_bytes)} can be used; take more "
-            "devices, devices with more memory, or fewer examples in a step."
+            f"No plan fits: the smallest one {found[0].reason}. Take more devices, devices with more memory, "
+            "or fewer examples in a step."
         )
-    return best
+    return found[0]
 
 
 def reason_of(plan: Plan, best: Plan, usable: float) -> str:
     """Return why a plan is not the best: what takes too much memory, or why it is slower than the best."""
     if plan.seconds is None:
         name, most = max(vars(plan.memory).items(), key=lambda item: item[1])
-        parts = {"temporary": "logits and buffers", "optimizer_state": "optimizer state"}
+        parts = {"temporary": "logits and other temporary tensors", "optimizer_state": "optimizer state"}
         return (
-            f"needs {show_bytes(plan.memory_bytes)}, and there are {show_bytes(usable)}; "
+            f"needs {show_bytes(plan.memory_bytes)}, and a device has {show_bytes(usable)}; "
             f"{show_bytes(most)} are for {parts.get(name, name)}"
         )
     if plan is best:

@@ -68,7 +68,6 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Return the seconds of the step."""
         return sum(vars(self).values())
 
 
@@ -83,7 +82,6 @@ class Pass:
 
     @property
     def total(self) -> float:
-        """Return the sum of all parts."""
         return sum(vars(self).values())
 
     def __add__(self, other: "Pass") -> "Pass":
