@@ -24,8 +24,6 @@ Transformer Models", 2023, https://arxiv.org/abs/2309.14509.
 Shapes by suffix: b batch, n ranks, h heads, t tokens, e width of a head.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,7 +36,6 @@ from context_parallel.parallel_model import ContextArgs, ContextParallel, Shared
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPTConfig
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from training.gradients import average_traffic
@@ -96,17 +93,7 @@ def validate_heads(heads: int, ranks: int) -> None:
         )
 
 
-@dataclass
-class Args(ContextArgs):
-    """Train a small GPT on long sequences, each of them cut among the ranks."""
-
-    def validate(self, world_size: int) -> None:
-        """Raise WorkbookError unless the ranks can have equally many heads, and a sequence so many tokens."""
-        super().validate(world_size)
-        validate_heads(GPTConfig.named(self.size).kv_heads, world_size)
-
-
-def main(cluster: Cluster, args: Args) -> None:
+def main(cluster: Cluster, args: ContextArgs) -> None:
     # All ranks get all sequences, and each draws dropout masks of its own.
     run = Run(cluster, args, "context_all_to_all", share=(0, 1), stream=cluster.rank)
     use_pattern(args.pattern)
@@ -136,4 +123,4 @@ def main(cluster: Cluster, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(main, Args)
+    start(main, ContextArgs)

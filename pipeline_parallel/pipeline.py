@@ -31,7 +31,7 @@ and the W computes them (deferred.py). In GPipe and 1F1B this list stays empty.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ class Pipeline(OwnStages):
         if kind == FORWARD:
             x = xs[microbatch] if given is None else given.requires_grad_()
             return self.forward_of(microbatch, stage, x, ys[microbatch] if stage == self.last else None)
-        with without_autocast(self.device):
+        with torch.autocast(self.device.type, enabled=False):  # it computes in the dtypes of its forward
             dx = None if kind == WEIGHT_GRADIENT else self.input_gradient_of(microbatch, stage, given)
             if kind in (BACKWARD, WEIGHT_GRADIENT):
                 self.weight_gradient_of(microbatch, stage)
@@ -209,10 +209,3 @@ class Pipeline(OwnStages):
             "A pipeline computes forward and backward at once: call step(x, y). To evaluate, call "
             "forward_only(x)."
         )
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switch torch.autocast off for a backward, which computes in the dtypes that its forward recorded."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

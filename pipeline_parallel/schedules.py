@@ -241,16 +241,11 @@ SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
 
 def stages_per_rank(name: str, chunks: int = 2) -> int:
     """Return how many stages a rank has in the schedule of that name; `chunks` is for `interleaved` alone."""
-    _check_name(name)
     return {"interleaved": chunks, "zb_v": 2}.get(name, 1)
 
 
 def table_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Table:
-    """Return the schedule of that name for this number of ranks; `chunks` is for `interleaved` alone.
-
-    ValueError for an unknown name, and for a number below 1.
-    """
-    _check_name(name)
+    """Return the schedule of that name for this number of ranks; `chunks` is for `interleaved` alone."""
     return SCHEDULES[name](ranks, microbatches, chunks)
 
 
@@ -265,8 +260,3 @@ def _check(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"A pipeline's number of {name} must be at least 1, not {number}.")
-
-
-def _check_name(name: str) -> None:
-    if name not in SCHEDULES:
-        raise ValueError(f"There is no schedule {name!r}: choose one of {', '.join(SCHEDULES)}.")

