@@ -16,8 +16,8 @@ from typing import Any
 
 from lab.launch.errors import WorkbookError
 from lab.ranks.child import Job, rank_main
-from lab.ranks.output import print_tagged
 
+_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)  # of the tags of ranks
 _can_fork = "forkserver" in multiprocessing.get_all_start_methods()
 _context: Any = multiprocessing.get_context("forkserver" if _can_fork else None)
 # The first optimizer would import torch._dynamo, which takes seconds.
@@ -114,8 +114,12 @@ class Processes:
             self._selector.unregister(pipe)
             lines, rest = [*lines, *filter(None, [rest])], b""
         buffer[:] = rest  # an unfinished line
+        ipython, tag = sys.modules.get("IPython"), f"[rank {rank}]"
+        # A kernel of Jupyter shows colours, too. Having imported IPython is not enough to be one.
+        if stream.isatty() or (ipython is not None and hasattr(ipython.get_ipython(), "kernel")):
+            tag = f"\033[{_COLOURS[rank % len(_COLOURS)]}m{tag}\033[0m"
         for line in lines:
-            print_tagged(rank, line.decode(errors="replace"), stream)
+            print(tag, line.decode(errors="replace"), file=stream)
         stream.flush()
 
     def end(self) -> None:
