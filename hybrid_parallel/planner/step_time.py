@@ -19,10 +19,10 @@ A rank does these parts one after the other, so their seconds are added. A colle
 in comm/cost.py: alpha for each message and beta for each byte. The lessons' formulas count the bytes; those
 to experts assume that all are chosen equally often.
 
-Ranks that share cores compute at the same time, each with its share of a core, and need it for the copies of
-the data axis's collectives, too, which nothing hides. Only in a pipeline does one
-rank compute while another one waits, so with s seconds of a step if each rank had a core, and w seconds of
-work for each core, a step takes (s^4 + w^4)^(1/4): a little more than the longer of both.
+Ranks that share cores compute at the same time, each with its share of a core. They need it for the copies of
+the data axis's collectives, too, which nothing hides. Only in a pipeline does one rank compute while another
+one waits, so with s seconds of a step if each rank had a core, and w seconds of work for each core, a step
+takes (s^4 + w^4)^(1/4): a little more than the longer of both.
 """
 
 from dataclasses import dataclass, fields
@@ -229,9 +229,9 @@ class TimeModel:
     def _messages(self, sizes: ParallelSizes) -> float:
         """Return the seconds of messages between stages that no computation hides.
 
-        These are those of the first microbatch on its way, and of the last one on its way back. 1F1B and the
-        naive schedule wait for a microbatch on both ways as often as they have gone through those they hold;
-        the others have something else to compute meanwhile.
+        These are those of the first microbatch on its way, and of the last one on its way back. With 1F1B and
+        the naive schedule a stage waits for a way and back each time that it has used up the microbatches
+        that it may hold. With the others it has something else to compute meanwhile.
         """
         p, m, t = sizes.pipeline, sizes.microbatches, sizes.tensor
         if p == 1:

@@ -115,6 +115,10 @@ REFUSED = [
     ({"data": 3}, "3 ranks = .* but there are 4 ranks: the product of the axes must be 4"),
     ({"data": 0}, "data is 0; it must be at least 1"),
     ({"pipeline": 2, "data": 2, "zero": 2}, "zero is 2 beside a pipeline"),
+    (
+        {"pipeline": 4, "schedule": "zb_v", "recompute": True},
+        "recompute would save almost no memory beside zb_v",
+    ),
     ({"data": 4, "sequence_parallel": True}, "sequence_parallel divides tokens"),
     ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "12 stages need at least as many layers"),
     ({"data": 4, "microbatches": 5}, "take a multiple of 20"),
