@@ -13,7 +13,7 @@ from comm.transport.stream_wire import StreamTransfer
 from comm.transport.streams import message_streams_of
 from comm.wire import slow_link
 from comm.wire.staging import goes_by_host
-from comm.wire.wire import Group, Transfer, bytes_of, check_peer, peer_wire
+from comm.wire.wire import POINT_TO_POINT, Group, Transfer, Wire, bytes_of, check_peer, group_of, peer_wire
 from comm.wire.work_queue import queue_of
 from lab.trace.ledger import LEDGER
 
@@ -68,13 +68,15 @@ def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> AnyTransfer:
 
 
 def _start(tensor: torch.Tensor, peer: int, verb: str, group: Group, counted: bool = True) -> Transfer:
-    wire, transport = peer_wire(group, counted), chosen_transport()
-    if transport == "gloo" or dist.get_backend(wire.group) != "gloo" or wire.size == 1:
+    members, transport = group_of(group), chosen_transport()
+    if transport == "gloo" or dist.get_backend(members) != "gloo" or members.size() == 1:
+        wire = peer_wire(members, counted)
         return wire.isend(tensor, peer) if verb == "send to" else wire.irecv(tensor, peer)
+    wire = Wire(members, POINT_TO_POINT, "direct")
     check_peer(wire.op, wire.pattern, wire.rank, wire.size, peer, verb)
     if not tensor.is_contiguous():
         raise CommError(f"{wire.op}: call contiguous() on the tensor to {verb} a rank first.")
-    streams = message_streams_of(wire.group, transport)
+    streams = message_streams_of(members, transport)
     transfer = StreamTransfer(wire, streams, tensor, peer, verb)
     if transfer.done:
         return transfer

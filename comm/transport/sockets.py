@@ -3,9 +3,8 @@
       rank 1  ── connects ──►  rank 0            hello: the token of rank 0's listener, and "I am rank 1"
 
 A connection carries messages in one direction, from the rank that has connected. So two ranks never have to
-agree which of two connections they keep. All ranks know all addresses and tokens (streams.py exchanges them).
-Another program may connect as well, but it does not know the token, and its connection is closed. Ranks of
-one machine use a Unix socket, which takes less than half of TCP's time for a byte. Its hello may bring memory
+agree which of two connections they keep. All ranks know all addresses and tokens (streams.py). Ranks of one
+machine use a Unix socket, which takes less than half of TCP's time for a byte. Its hello may bring memory
 that both share (shared_memory.py).
 """
 

@@ -61,11 +61,11 @@ class StreamWire(Wire):
         post = self.streams.post_send if sends else self.streams.post_receive
         if sends:
             LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
-        distance = (self.rank - peer) % self.size
-        gets_a_later_row = (
-            distance > 1 and distance & (distance - 1) == 0
-        )  # after the handshake's first round
-        if self.check is not None and not header and (gets_a_later_row or not sends):
+        is_deferred = self.check is not None and not header
+        if is_deferred and sends:
+            distance = (self.rank - peer) % self.size
+            is_deferred = distance > 1 and distance & (distance - 1) == 0  # its row leaves in a later round
+        if is_deferred:
             self._deferred.append(lambda: post(peer, bytes_of(tensor), transfer))
         else:
             post(peer, bytes_of(tensor), transfer)

@@ -35,9 +35,9 @@ DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)),
 SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
-_NUMBERS: list[dict] = [
+_OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
     {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
-]
+)
 ROW_BYTES = _ROW.size
 
 
@@ -58,7 +58,9 @@ class Header(NamedTuple):
     ready: int = 0
 
     def pack(self) -> bytes:
-        return _ROW.pack(*(number[name] for number, name in zip(_NUMBERS, self, strict=False)), *self[4:])
+        op, pattern = _OP_NUMBERS[self.op], _PATTERN_NUMBERS[self.pattern]
+        dtype, reduction = _DTYPE_NUMBERS[self.dtype], _REDUCTION_NUMBERS[self.reduction]
+        return _ROW.pack(op, pattern, dtype, reduction, *self[4:])
 
     @staticmethod
     def of(numbers: Sequence[int]) -> "Header":
@@ -149,7 +151,7 @@ def wait_until_all_have_read(wire: Wire) -> None:
 
 def check_headers(headers: list[Header], group: dist.ProcessGroup) -> None:
     """Raise Mismatch unless all headers agree and each shard has the size of its part of the full tensor."""
-    op, full = headers[0].op, max(header.full for header in headers)
+    op = headers[0].op
     if op == "barrier":
         calls: set = {header.op for header in headers}
     elif op in ("scatter", "gather", "all_to_all"):
@@ -159,8 +161,11 @@ def check_headers(headers: list[Header], group: dist.ProcessGroup) -> None:
     if len(calls) > 1:
         calls_by_rank = _calls_by_rank(headers, global_ranks(group))
         raise Mismatch(f"The ranks do not fit together: {calls_by_rank}. {_cure(headers)}")
+    if op not in SHARDED:
+        return
+    full = max(header.full for header in headers)
     for rank, size in enumerate(shard_sizes(full, len(headers))):
-        if op in SHARDED and headers[rank].shard != size:
+        if headers[rank].shard != size:
             raise Mismatch(
                 f"{op}: the shard of rank {global_ranks(group)[rank]} has {headers[rank].shard} elements, "
                 f"but its part of {full} on {len(headers)} ranks is {size} (see comm.shards.shard_sizes)."
