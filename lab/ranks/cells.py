@@ -57,9 +57,9 @@ class _Cells:
         self._backend = dist.get_backend()
         self._is_busy = False
         self._done = threading.Event()
-        own = {"cluster": cluster, "rank": cluster.rank, "device": cluster.device}
-        own["world_size"] = cluster.world_size
-        self.names: dict[str, Any] = {"__name__": "__main__", "torch": torch, "dist": dist, **own}
+        self.names: dict[str, Any] = {"__name__": "__main__", "torch": torch, "dist": dist}
+        self.names |= {"cluster": cluster, "rank": cluster.rank}
+        self.names |= {"world_size": cluster.world_size, "device": cluster.device}
         self._given = set(self.names)
 
     def run(self) -> None:
@@ -72,7 +72,8 @@ class _Cells:
             try:
                 self._is_busy = True
                 method, *arguments = cloudpickle.loads(request)
-                reply = getattr(self, method)(*arguments)
+                value = getattr(self, method)(*arguments)
+                reply = value if isinstance(value, Reply) else Reply(value)
                 self._is_busy = False
             except BaseException as error:
                 self._is_busy = False
@@ -120,26 +121,24 @@ class _Cells:
         self.names["_"] = value
         return repr(value)
 
-    def pull(self, expression: str) -> Reply:
+    def pull(self, expression: str) -> Any:
         """Return the value of an expression."""
-        return Reply(eval(expression, self.names))
+        return eval(expression, self.names)
 
-    def push(self, values: dict[str, Any]) -> Reply:
+    def push(self, values: dict[str, Any]) -> None:
         """Set variables."""
         self.names.update(values)
-        return Reply()
 
-    def status(self) -> Reply:
+    def status(self) -> tuple[int, str, int, list[str]]:
         """Return the process id, the device, the memory in bytes, and the names of the cells' variables."""
         device = self._cluster.device
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
         own = sorted(set(self.names) - self._given - {"_", "__builtins__"})
-        return Reply((os.getpid(), str(device), held, own))
+        return os.getpid(), str(device), held, own
 
-    def reform(self, prefix: str) -> Reply:
+    def reform(self, prefix: str) -> None:
         """Form the group again after an interrupt. Groups that cells have made are gone."""
         store = dist.PrefixStore(prefix, self._cluster.store)
         with suppress(Exception):
             dist.destroy_process_group()
         form_group(self._backend, store, self._cluster.rank, self._cluster.world_size, MAX_SECONDS)
-        return Reply()
