@@ -50,8 +50,12 @@ def all_to_all_attention(
     `sequence` says which tokens each rank has: contiguous pieces, in the order of the ranks. Each rank draws
     the dropout masks of its heads. Raise WorkbookError unless the ranks can have equally many heads.
     """
-    ranks = sequence.size
-    validate_heads(k_bhte.shape[1], ranks)
+    ranks, heads = sequence.size, k_bhte.shape[1]
+    if heads % ranks:
+        raise WorkbookError(
+            f"All-to-all attention divides heads, and {heads} heads of keys and values cannot be divided "
+            f"among {ranks} ranks equally: choose a number of ranks that divides {heads}, or ring attention."
+        )
     if any(len(pieces) > 1 for pieces in sequence.cut.pieces):
         raise WorkbookError(
             "All-to-all attention needs the tokens in the order of the ranks: cut the sequence with "
@@ -82,15 +86,6 @@ def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
     own = lengths[sequence.rank]
     arrived = exchange_shards(y_bhte, 2, sequence.group, lengths, [own] * sequence.size)
     return arrived.unflatten(2, (sequence.size, own)).transpose(1, 2).flatten(1, 2)
-
-
-def validate_heads(heads: int, ranks: int) -> None:
-    """Raise WorkbookError unless the ranks can have equally many heads of keys and values."""
-    if heads % ranks:
-        raise WorkbookError(
-            f"All-to-all attention divides heads, and {heads} heads of keys and values cannot be divided "
-            f"among {ranks} ranks equally: choose a number of ranks that divides {heads}, or ring attention."
-        )
 
 
 def main(cluster: Cluster, args: ContextArgs) -> None:

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from comm.point_to_point import irecv, isend
-from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import Later
 from lab.trace.timeline import span
 from pipeline_parallel.actions import (
@@ -203,9 +202,3 @@ class Pipeline(OwnStages):
             self.ready[message] = made
         else:
             self.leaving[message] = isend(made.contiguous(), to, self.channels.of(self.rank, to))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise WorkbookError(
-            "A pipeline computes forward and backward at once: call step(x, y). To evaluate, call "
-            "forward_only(x)."
-        )
