@@ -75,11 +75,7 @@ class Header(NamedTuple):
 
 
 class RowExchange:
-    """An all-gather of one row from each rank, by Bruck's algorithm. The constructor starts the first round.
-
-    After round k a rank holds the rows of 2^(k+1) consecutive ranks, its own first (Bruck et al., "Efficient
-    algorithms for all-to-all communications in multiport message-passing systems", 1997).
-    """
+    """An all-gather of one row from each rank, as in bruck.py. The constructor starts the first round."""
 
     def __init__(self, wire: Wire, row: bytes) -> None:
         self._wire, self._row_bytes = wire, len(row)

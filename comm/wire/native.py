@@ -62,16 +62,13 @@ class NativeHandle:
         return self._work is None or self._work.is_completed()
 
     def when_done(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call `callback(error)` when the operation has ended: on torch's thread, or at once if it has.
-
-        Where torch offers no callback (gloo's reduce-scatter), `wait()` calls it.
-        """
+        """Call `callback(error)` when the operation has ended: on torch's thread, or at once if it has."""
         if self._work is None:
             callback(None)
             return
         try:
             future = self._work.get_future()
-        except RuntimeError:  # gloo's reduce-scatter has none: wait() does its last part, a slice
+        except RuntimeError:  # gloo's reduce-scatter has none: wait() does its last part, and calls back
             self._callbacks.append(callback)
         else:
             future.add_done_callback(lambda future: callback(_error_of(self._op, future)))
