@@ -18,6 +18,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from comm.exchange import exchange
 from comm.wire.wire import Group, axis_of, global_ranks, group_of, message_device, name_axis, peer_wire
 
 
@@ -31,8 +32,9 @@ class Channels:
     def __init__(self, group: Group, pairs: Iterable[tuple[int, int]]) -> None:
         self._up = self._down = group
         if dist.get_backend(group) == "nccl":
-            for members in _groups_of_all_ranks(global_ranks(group_of(group))):
-                made = dist.new_group(members)  # every rank must call it, member or not
+            # Every rank must make every group, member or not.
+            for members in sorted({tuple(each) for each in exchange(global_ranks(group_of(group)))}):
+                made = dist.new_group(list(members))
                 self._down = made if dist.get_rank() in members else self._down
             name_axis(self._down, axis_of(group))
             self._connect(sorted(set(pairs)))
@@ -48,12 +50,3 @@ class Channels:
                 wire.isend(torch.zeros(1, device=message_device(wire.group)), destination).wait()
             elif wire.rank == destination:
                 wire.irecv(torch.zeros(1, device=message_device(wire.group)), source).wait()
-
-
-def _groups_of_all_ranks(members: list[int]) -> list[list[int]]:
-    """Return each group that a rank of the job passed, once, as its members; all ranks get the same list."""
-    mine = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=message_device(None))
-    mine[members] = 1
-    rows = [torch.empty_like(mine) for _ in range(len(mine))]
-    dist.all_gather(rows, mine)
-    return [list(one) for one in sorted({tuple(row.nonzero().flatten().tolist()) for row in rows})]
