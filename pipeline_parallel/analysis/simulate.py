@@ -99,12 +99,6 @@ class Simulation:
         return [sum(timed.end - timed.start for timed in row) for row in self.rows]
 
     @property
-    def idle(self) -> list[float]:
-        """Return the seconds in which each rank did nothing, until the last rank was done."""
-        makespan = self.makespan
-        return [makespan - busy for busy in self.busy]
-
-    @property
     def bubble(self) -> float:
         """Return the share of all ranks' time in which they did nothing, from 0 to 1."""
         available = len(self.rows) * self.makespan

@@ -33,7 +33,6 @@ def test_two_ranks_of_1f1b_by_hand():
     ]
     assert simulation.makespan == 12
     assert simulation.busy == [9, 9]
-    assert simulation.idle == [3, 3]
     assert simulation.bubble == 0.25
     assert simulation.peak_held == [2, 1]
 
