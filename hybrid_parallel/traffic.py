@@ -81,14 +81,10 @@ def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
     config, sizes, shared = hybrid.plain.config, hybrid.sizes, hybrid.context.sequence
-    numbers = (
-        hybrid.example_shape[0] * config.width // config.num_heads
-    )  # of a token and head, in all examples
+    head = hybrid.example_shape[0] * config.width // config.num_heads  # of a token, in all examples
     heads = config.num_heads // sizes.tensor, config.kv_heads // sizes.tensor
-    if sizes.attention == "ring":
-        forward, backward = ring_layer(shared, numbers, heads[1], _itemsize_of(hybrid))
-    else:
-        forward, backward = all_to_all_layer(shared, numbers, *heads, _itemsize_of(hybrid))
+    layer_traffic = ring_layer if sizes.attention == "ring" else all_to_all_layer
+    forward, backward = layer_traffic(shared, head, *heads, _itemsize_of(hybrid))
     blocks = sum(part.startswith("blocks.") for parts in _stages(hybrid) for part in parts)
     layer = [forward, backward] + [forward] * sizes.recompute
     return sum(layer * (blocks * sizes.microbatches), Traffic())
