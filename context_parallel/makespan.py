@@ -6,7 +6,7 @@
 c_s is the time of the attention that the busiest rank computes in step s of the ring, m that of a message of
 keys and values. In the backward keys are under way in each step but the last, and gradients from step 2 on.
 The backward of attention is taken to compute twice as long as its forward. The sum of maxima is exact if the
-same rank is busiest in each step, as with contiguous pieces under a causal mask, or if all are equally busy,
+same rank is busiest in each step, as with contiguous chunks under a causal mask, or if all are equally busy,
 as with the zigzag cut of a length that 2n divides. Else it is an upper bound.
 """
 
@@ -18,7 +18,7 @@ from context_parallel.sequence_cut import SequenceCut
 
 def step_pairs(cut: SequenceCut) -> list[float]:
     """Return, for each step of the ring, the pairs of query and key that the busiest rank computes."""
-    n = len(cut.pieces)
+    n = len(cut.chunks)
     return [
         max(sum(part.pairs for part in cut.parts(rank, (rank - step) % n)) for rank in range(n))
         for step in range(n)
@@ -27,7 +27,7 @@ def step_pairs(cut: SequenceCut) -> list[float]:
 
 def balanced_pairs(cut: SequenceCut) -> float:
     """Return the pairs of each rank if all computed equally many."""
-    n = len(cut.pieces)
+    n = len(cut.chunks)
     pairs = (part.pairs for rank in range(n) for source in range(n) for part in cut.parts(rank, source))
     return sum(pairs) / n
 

@@ -1,11 +1,11 @@
 """Cut a sequence among n ranks, and say which part of the attention is between which two ranks.
 
-      contiguous, n = 4      [  0   |  1   |  2   |  3   ]        rank r has piece r of n
-      zigzag, n = 4          [0 |1 |2 |3 |3 |2 |1 |0 ]            rank r has pieces r and 2n-1-r of 2n
+      contiguous, n = 4      [  0   |  1   |  2   |  3   ]        rank r has chunk r of n
+      zigzag, n = 4          [0 |1 |2 |3 |3 |2 |1 |0 ]            rank r has chunks r and 2n-1-r of 2n
 
 Under a causal mask a query attends to the keys before it. So the queries at the end of a sequence have most
-to do: with long contiguous pieces the last of n ranks computes 2n-1 times as much as the first one. With the
-zigzag cut each rank has an early and a late piece, and all ranks compute equally much in each step of the
+to do: with long contiguous chunks the last of n ranks computes 2n-1 times as much as the first one. With the
+zigzag cut each rank has an early and a late chunk, and all ranks compute equally much in each step of the
 ring. Here are the parts for two ranks. In a part with 1 all pairs attend, in one with 1/2 those on and below
 the diagonal.
 
@@ -15,7 +15,7 @@ the diagonal.
                                                  queries of rank 1    1    1   1/2          5/2
                                                  queries of rank 0    1    1    1   1/2     7/2
 
-At the left rank 1 has three times the work of rank 0. At the right both have 4 units. Pieces need not have
+At the left rank 1 has three times the work of rank 0. At the right both have 4 units. Chunks need not have
 equal lengths: as in torch.tensor_split the first ones are a token longer. The zigzag cut is that of Zhu,
 "ring-flash-attention", 2024, and of Llama 3 (Grattafiori et al., 2024, arXiv:2407.21783, section 3.3.2).
 """
@@ -54,32 +54,32 @@ class Part:
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Hold the pieces of a sequence that each rank has, as slices of its positions."""
+    """Hold the chunks of a sequence that each rank has, as slices of its positions."""
 
-    pieces: tuple[tuple[slice, ...], ...]
+    chunks: tuple[tuple[slice, ...], ...]
 
     @classmethod
     def contiguous(cls, length: int, ranks: int) -> Self:
-        """Return the cut in which rank r has the r-th of n pieces."""
-        return cls(tuple((piece,) for piece in _pieces(length, ranks)))
+        """Return the cut in which rank r has the r-th of n chunks."""
+        return cls(tuple((chunk,) for chunk in _chunks(length, ranks)))
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> Self:
-        """Return the cut in which each rank has an early and a late piece."""
-        pieces = _pieces(length, 2 * ranks)
-        return cls(tuple((pieces[rank], pieces[-1 - rank]) for rank in range(ranks)))
+        """Return the cut in which each rank has an early and a late chunk."""
+        chunks = _chunks(length, 2 * ranks)
+        return cls(tuple((chunks[rank], chunks[-1 - rank]) for rank in range(ranks)))
 
     def length(self, rank: int) -> int:
         """Return how many tokens a rank has."""
-        return sum(piece.stop - piece.start for piece in self.pieces[rank])
+        return sum(chunk.stop - chunk.start for chunk in self.chunks[rank])
 
     def positions(self, rank: int) -> Tensor:
         """Return the positions of a rank's tokens in the sequence."""
-        return torch.cat([torch.arange(piece.start, piece.stop) for piece in self.pieces[rank]])
+        return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self.chunks[rank]])
 
     def own(self, full: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return a rank's tokens of a full tensor."""
-        return torch.cat([full.narrow(dim, p.start, p.stop - p.start) for p in self.pieces[rank]], dim)
+        return torch.cat([full.narrow(dim, p.start, p.stop - p.start) for p in self.chunks[rank]], dim)
 
     def parts(
         self, rank: int, source: int, is_causal: bool = True, documents: Tensor | None = None
@@ -97,11 +97,11 @@ class SequenceCut:
                 yield from [part] if documents is None else _masked(part, documents, own, visiting)
 
     def _placed(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the pieces of a rank that are not empty, and where they lie among its tokens."""
-        ends = list(accumulate(piece.stop - piece.start for piece in self.pieces[rank]))
-        for piece, end in zip(self.pieces[rank], ends, strict=True):
-            if piece.stop > piece.start:
-                yield piece, slice(end - (piece.stop - piece.start), end)
+        """Yield the chunks of a rank that are not empty, and where they lie among its tokens."""
+        ends = list(accumulate(chunk.stop - chunk.start for chunk in self.chunks[rank]))
+        for chunk, end in zip(self.chunks[rank], ends, strict=True):
+            if chunk.stop > chunk.start:
+                yield chunk, slice(end - (chunk.stop - chunk.start), end)
 
 
 def _masked(part: Part, documents: Tensor, own: slice, visiting: slice) -> Iterator[Part]:
@@ -114,7 +114,7 @@ def _masked(part: Part, documents: Tensor, own: slice, visiting: slice) -> Itera
         yield Part(part.queries, part.keys, mask=same.unsqueeze(1))
 
 
-def _pieces(length: int, number: int) -> list[slice]:
+def _chunks(length: int, number: int) -> list[slice]:
     ends = list(accumulate(shard_sizes(length, number)))
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 

@@ -47,7 +47,7 @@ def all_to_all_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
 
-    `sequence` says which tokens each rank has: contiguous pieces, in the order of the ranks. Each rank draws
+    `sequence` says which tokens each rank has: contiguous chunks, in the order of the ranks. Each rank draws
     the dropout masks of its heads. Raise WorkbookError unless the ranks can have equally many heads.
     """
     ranks, heads = sequence.size, k_bhte.shape[1]
@@ -56,7 +56,7 @@ def all_to_all_attention(
             f"All-to-all attention divides heads, and {heads} heads of keys and values cannot be divided "
             f"among {ranks} ranks equally: choose a number of ranks that divides {heads}, or ring attention."
         )
-    if any(len(pieces) > 1 for pieces in sequence.cut.pieces):
+    if any(len(chunks) > 1 for chunks in sequence.cut.chunks):
         raise WorkbookError(
             "All-to-all attention needs the tokens in the order of the ranks: cut the sequence with "
             "SequenceCut.contiguous. No other cut would balance it better."

@@ -158,7 +158,7 @@ class Args(ContextArgs):
 
     cut: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a rank gets. contiguous: an n-th in a row; under the causal mask the last rank then has
-    most to compute. zigzag: an early and a late piece, so that all ranks compute equally much."""
+    most to compute. zigzag: an early and a late chunk, so that all ranks compute equally much."""
     kernel: Literal["fused", "textbook"] = "fused"
     """Who computes attention to a block of keys. fused: PyTorch's kernel for CPUs. textbook: plain tensor
     operations, which store the scores of all pairs."""

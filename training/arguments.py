@@ -54,10 +54,10 @@ class TrainArgs:
     checkpoint: str | None = None
     """Folder for the checkpoint, which is written at the end, at Ctrl-C and at SIGUSR1."""
     resume: bool = False
-    """Go on from the checkpoint in the folder that --checkpoint names."""
+    """Continue from the checkpoint in the folder that --checkpoint names."""
     auto_resume: bool = False
-    """Go on from the checkpoint in the folder that --checkpoint names, or start at step 0 if there is none. A
-    cluster can so run the same command again after each interruption."""
+    """Continue from the checkpoint in the folder that --checkpoint names, or start at step 0 without one.
+    So a cluster can run the same command again after each interruption."""
     trace: str | None = None
     """Folder for two pictures of the run: trace.json (for https://ui.perfetto.dev) and timeline.png."""
     json: bool = False
@@ -74,7 +74,7 @@ class Args(TrainArgs):
 
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; hierarchical adds up within each host first; torch is PyTorch's own; auto measures
+    chunk in segments; hierarchical adds up within each host first; torch is PyTorch's own; auto measures
     the link and takes the fastest by formula; the others are in comm/algorithms. None: ring on gloo,
     torch on nccl."""
 
@@ -103,7 +103,7 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
     pattern: Literal[ShardPattern, None] = None
     """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in pieces; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
+    chunk in segments; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
     torch on nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 

@@ -56,30 +56,30 @@ EXERCISES = (
         minutes=30,
         needs=("join_attention",),
         doc="""
-            Return the cut of a sequence in which each rank has an early and a late piece.
+            Return the cut of a sequence in which each rank has an early and a late chunk.
 
-            `_pieces(length, number)` returns the slices of `number` pieces of almost equal lengths, in
-            order. `cls` takes one tuple of slices for each rank: first its early piece, then its late one.
+            `_chunks(length, number)` returns the slices of `number` chunks of almost equal lengths, in
+            order. `cls` takes one tuple of slices for each rank: first its early chunk, then its late one.
             All ranks shall have equally much to compute under a causal mask.
         """,
         docs={
             "parts": """
                 Yield the parts of the attention of a rank's queries to the keys of rank `source`.
 
-                `self._placed(rank)` yields the pieces of a rank: a slice of the sequence's positions, and a
-                slice that says where the piece lies among the rank's own tokens. A Part takes the second
-                kind, and pieces are compared by the first. Leave out parts whose keys are all later than
+                `self._placed(rank)` yields the chunks of a rank: a slice of the sequence's positions, and a
+                slice that says where the chunk lies among the rank's own tokens. A Part takes the second
+                kind, and chunks are compared by the first. Leave out parts whose keys are all later than
                 their queries. If `documents` is given, `_masked(part, documents, own, visiting)` yields the
                 part with its mask, or nothing; `own` and `visiting` are the positions.
             """,
         },
         hints=(
-            "A query attends to all tokens before it. So the work of a piece grows with its position: the "
-            "first piece has least, the last piece most. Which two of 2n pieces have together as much as "
+            "A query attends to all tokens before it. So the work of a chunk grows with its position: the "
+            "first chunk has least, the last chunk most. Which two of 2n chunks have together as much as "
             "any other two?",
-            "Rank r has piece r and piece 2n-1-r. In `parts`, two different pieces lie completely before or "
+            "Rank r has chunk r and chunk 2n-1-r. In `parts`, two different chunks lie completely before or "
             "after each other, so their part is computed in full or not at all. Which one is partly masked?",
-            "For each own piece and each visiting piece: skip if is_causal and visiting.start > own.start. "
+            "For each own chunk and each visiting chunk: skip if is_causal and visiting.start > own.start. "
             "The part is causal if is_causal and the starts are equal. Then yield the part, or what _masked "
             "yields.",
         ),
@@ -205,7 +205,7 @@ EXERCISES = (
         helps=("sequence.size: int\n    The number of ranks.",),
         hints=(
             "An all-to-all cuts a tensor along one dim, and joins what arrives along the same dim. What "
-            "must lie along that dim, so that a piece of it goes to one rank as a whole?",
+            "must lie along that dim, so that a chunk of it goes to one rank as a whole?",
             "First: bring ranks and tokens to the front, and flatten the two into one dim of n * own "
             "entries, of which each rank gets `own`. From rank r come lengths[r] entries, and together they "
             "are the tokens of the sequence in order.",

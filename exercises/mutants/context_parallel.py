@@ -104,10 +104,10 @@ mutant(
 
 mutant(
     "context_positions_contiguous",
-    "The loss is too high from the first step: a rank counts positions as if its tokens were one piece.",
+    "The loss is too high from the first step: a rank counts positions as if its tokens were one chunk.",
     target="context_parallel.sequence_cut.SequenceCut.positions",
     changes={
-        "return torch.cat([torch.arange(piece.start, piece.stop) for piece in self.pieces[rank]])": (
+        "return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self.chunks[rank]])": (
             "begin = sum(self.length(before) for before in range(rank))\n"
             "return torch.arange(begin, begin + self.length(rank))"
         ),
@@ -118,7 +118,7 @@ mutant(
 
 mutant(
     "context_targets_of_other_tokens",
-    "The loss hardly falls: tokens are cut in zigzag and their targets into contiguous pieces.",
+    "The loss hardly falls: tokens are cut in zigzag and their targets into contiguous chunks.",
     target="context_parallel.parallel_model.ContextParallel.loss",
     changes={
         "own, mean_tokens = self.own(targets_bt), targets_bt.numel() / dist.get_world_size(self.group)": (

@@ -210,13 +210,13 @@ all_batches.compare(duration(alone) / duration(together))
 # exists only in the operating system's memory. **Predict** its bandwidth. (The disk of a laptop reads about 3 GB/s.)
 
 # %%
-bandwidth = predict("How many GB/s does loopback move from rank 0 to rank 1?", example=10, unit="GB/s")
+bandwidth = predict("How many GB/s does each rank send to the next, all at once?", example=10, unit="GB/s")
 
 # %%
 # %%ranks
 from comm.point_to_point import measure_link
 
-link = measure_link(large_bytes=32 << 20)  # messages of 4 bytes and of 32 MB, in both directions at once
+link = measure_link(large_bytes=32 << 20)  # messages of 4 bytes and of 32 MB around the ring
 
 # %%
 link = pull("link")[0]

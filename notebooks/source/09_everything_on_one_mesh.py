@@ -491,7 +491,7 @@ LEDGER.clear()
 hybrid.mean_loss(hybrid.backward(x, y))
 
 groups = {"replicas": mesh.replicas, "context": mesh.context}
-groups |= {"expert": hybrid.experts.groups.experts, "same experts": hybrid.experts.groups.replicas}
+groups |= {"expert": hybrid.experts.experts, "same experts": hybrid.experts.replicas}
 groups = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
 counted, formula = counted_by_axis(LEDGER.rows()), traffic_of_axes(hybrid, is_clipped=False)
 axes = ("data", "context", "expert", "tensor")

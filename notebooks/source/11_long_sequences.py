@@ -318,7 +318,7 @@ more.compare(sum(contiguous[3]) / sum(contiguous[0]))
 # than 0.5.)
 #
 # The sum over all ranks is 8. If it were divided equally, each rank would compute 2 blocks. **Predict**: how many times as
-# long as that does the ring take with contiguous pieces?
+# long as that does the ring take with contiguous chunks?
 
 # %%
 longer = predict("How many times as long as the balanced division?", example=1, unit="times")
@@ -341,8 +341,8 @@ longer.compare(sum(step_pairs(cut)) / balanced_pairs(cut))
 # 1.75 times. The busiest rank decides how long each step takes: 0.5 + 1 + 1 + 1 = 3.5 blocks instead of 2. So four ranks are
 # not 4 times as fast as one, but 4 / 1.75 = 2.3 times. With many ranks 1.75 becomes almost 2.
 #
-# The second line of the output is the remedy, the *zigzag* cut. The sequence is cut into 2n pieces instead of n, and rank r
-# gets piece r and piece 2n - 1 - r. So each rank has an early and a late piece:
+# The second line of the output is the remedy, the *zigzag* cut. The sequence is cut into 2n chunks instead of n, and rank r
+# gets chunk r and chunk 2n - 1 - r. So each rank has an early and a late chunk:
 
 # %%
 for name, make_cut in [("contiguous", SequenceCut.contiguous), ("zigzag", SequenceCut.zigzag)]:
@@ -400,17 +400,17 @@ from lab.notebook.picture import show_events
 
 show_events(
     pull("events")[0],
-    alt="Two timelines of ring attention on four ranks. With contiguous pieces rank 0 waits for most of the time, and only "
+    alt="Two timelines of ring attention on four ranks. With contiguous chunks rank 0 waits for most of the time, and only "
     "rank 3 computes all the time. With the zigzag cut all ranks compute all the time and end together, much earlier.",
 )
 for name, measured in pull("times")[0].items():
     print(f"{name}: {measured:.2f} times as long as the balanced division")
 
 # %% [markdown]
-# Grey is waiting. With contiguous pieces rank 0 has little to compute. Its left neighbour is rank 3, which sends the next
+# Grey is waiting. With contiguous chunks rank 0 has little to compute. Its left neighbour is rank 3, which sends the next
 # keys only when it begins its next step, so rank 0 waits. With the zigzag cut there is almost no grey. The measured times
 # are a few percent above the formula, because messages take some time, too. (A bar is one part of the attention, and each
-# step of the zigzag cut has two or three parts, because each rank has two pieces.)
+# step of the zigzag cut has two or three parts, because each rank has two chunks.)
 #
 # The zigzag cut is made for the causal mask. If several documents are packed into one sequence, and attention stays within
 # each, some ranks compute more than others again. Then one can cut each document among the ranks, or use the second
@@ -421,7 +421,7 @@ for name, measured in pull("times")[0].items():
 # Everything outside of attention looks at each token alone: a rank needs the right positions and the right labels. All ranks
 # have all parameters. A rank's gradients come from its own tokens, so they are *terms*, as in data parallelism, and are
 # added up after the backward ([parallel_model.py](../context_parallel/parallel_model.py)). Here is a small GPT on real text,
-# in float64, on one process and on four ranks. 30 tokens cannot be divided evenly among eight pieces, and need not be.
+# in float64, on one process and on four ranks. 30 tokens cannot be divided evenly among eight chunks, and need not be.
 
 # %%
 # %%ranks

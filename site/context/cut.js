@@ -1,12 +1,12 @@
 // How a sequence is cut, and which parts of the attention are between two ranks: context_parallel/sequence_cut.py.
-// A cut is a list of pieces for each rank, and a piece has the positions from `start` up to `stop`.
+// A cut is a list of chunks for each rank, and a chunk has the positions from `start` up to `stop`.
 
 const ranksOf = (n) => Array.from({ length: n }, (_, rank) => rank);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const size = ({ start, stop }) => stop - start;
 
-/** The pieces of a sequence, as equally long as possible: the first ones are a token longer. */
-function piecesOf(length, count) {
+/** The chunks of a sequence, as equally long as possible: the first ones are a token longer. */
+function chunksOf(length, count) {
   let stop = 0;
   return ranksOf(count).map((i) => {
     const start = stop;
@@ -18,28 +18,28 @@ function piecesOf(length, count) {
 const CUTS = {
   contiguous: {
     title: "contiguous",
-    idea: "rank r has piece r of n, so under a causal mask the last rank computes most",
-    of: (length, n) => piecesOf(length, n).map((piece) => [piece]),
+    idea: "rank r has chunk r of n, so under a causal mask the last rank computes most",
+    of: (length, n) => chunksOf(length, n).map((chunk) => [chunk]),
   },
   zigzag: {
     title: "zigzag",
-    idea: "each rank has an early and a late piece, pieces r and 2n-1-r of 2n",
+    idea: "each rank has an early and a late chunk, chunks r and 2n-1-r of 2n",
     of(length, n) {
-      const pieces = piecesOf(length, 2 * n);
-      return ranksOf(n).map((rank) => [pieces[rank], pieces[2 * n - 1 - rank]]);
+      const chunks = chunksOf(length, 2 * n);
+      return ranksOf(n).map((rank) => [chunks[rank], chunks[2 * n - 1 - rank]]);
     },
   },
 };
 
 const lengthOf = (cut, rank) => sum(cut[rank].map(size));
 
-/** The pieces of a rank that are not empty, and where they lie among its tokens. */
-function placed(pieces) {
+/** The chunks of a rank that are not empty, and where they lie among its tokens. */
+function placed(chunks) {
   let stop = 0;
-  return pieces.map((piece) => {
-    stop += size(piece);
-    return { piece, own: { start: stop - size(piece), stop } };
-  }).filter(({ piece }) => size(piece));
+  return chunks.map((chunk) => {
+    stop += size(chunk);
+    return { chunk, own: { start: stop - size(chunk), stop } };
+  }).filter(({ chunk }) => size(chunk));
 }
 
 /**
@@ -47,9 +47,9 @@ function placed(pieces) {
  * the tokens of their ranks, `rows` and `columns` in the sequence. Parts in which no pair attends are left out.
  */
 function partsOf(cut, rank, source, isCausal) {
-  return placed(cut[rank]).flatMap(({ piece: rows, own: queries }) => placed(cut[source])
-    .filter(({ piece }) => !isCausal || piece.start <= rows.start) // other keys are later than all queries
-    .map(({ piece: columns, own: keys }) =>
+  return placed(cut[rank]).flatMap(({ chunk: rows, own: queries }) => placed(cut[source])
+    .filter(({ chunk }) => !isCausal || chunk.start <= rows.start) // other keys are later than all queries
+    .map(({ chunk: columns, own: keys }) =>
       ({ queries, keys, rows, columns, isCausal: isCausal && columns.start === rows.start })));
 }
 

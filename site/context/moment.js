@@ -11,7 +11,7 @@ function drawMatrix() {
   const font = Math.min(12, (SIDE - MARGIN) / cut.length / cut[0].length * 0.6);
   const label = (across, down, words, kind = "") => `<text class="inside ${kind}" style="font-size: ${font}px"`
     + ` x="${across.toFixed(1)}" y="${(down + font * 0.36).toFixed(1)}">${words}</text>`;
-  const names = cut.flatMap((pieces, rank) => pieces.map(({ start, stop }) => {
+  const names = cut.flatMap((chunks, rank) => chunks.map(({ start, stop }) => {
     const middle = at((start + stop) / 2);
     return label(middle, MARGIN - 8, rank) + label(MARGIN - 9, middle, rank);
   }));

@@ -9,7 +9,7 @@ const AS_IT_OPENS = {
 };
 /** What to try: the settings that differ from those with which the page opens, a title, and what can be seen. */
 const TRIES = [
-  [{}, "Contiguous pieces", "Press Play. After its first step rank 0 computes nothing and waits for rank 3, which always"
+  [{}, "Contiguous chunks", "Press Play. After its first step rank 0 computes nothing and waits for rank 3, which always"
     + " computes. The forward takes <b>(2n-1)/n = 1.75</b> times as long as a balanced one."],
   [{ cut: "zigzag" }, "The zigzag cut", "Press Play. All ranks compute equally long in each step, and no rank waits. The ratio"
     + " is 1."],
@@ -17,7 +17,7 @@ const TRIES = [
     + " their keys. No cut fixes that."],
   [{ cut: "zigzag", rate: 40, length: 8 * 32768, compute: 64 * 20e-3 }, "8 times as many tokens on it",
     "Messages take 8 times as long, but attention 64 times. So almost all messages are hidden again."],
-  [{ mask: "none" }, "No mask", "All pairs attend, and all ranks compute equally many. So contiguous pieces are balanced, too."],
+  [{ mask: "none" }, "No mask", "All pairs attend, and all ranks compute equally many. So contiguous chunks are balanced, too."],
   [{ ranks: 8, cut: "zigzag", kvHeads: 32 }, "32 heads of keys", "Look at the last table. If each query head has its own head"
     + " of keys and values, the ring sends more than all-to-all attention on 2 ranks or more."],
 ];

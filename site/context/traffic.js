@@ -44,7 +44,7 @@ function techniques({ ranks: n, length, batch, heads, kvHeads, headWidth, itemsi
   const head = batch * headWidth;
   const [w, kv] = [heads * headWidth, kvHeads * headWidth];
   const most = (bytesOf) => Math.max(...ranksOf(n).map(bytesOf));
-  const even = piecesOf(length, n).map(size); // all-to-all attention has contiguous pieces
+  const even = chunksOf(length, n).map(size); // all-to-all attention has contiguous chunks
   const gradients = gradientBytes(n, w, kv, itemsize);
   const sent = {
     ring: most((rank) => ringBytes(lengths, rank, head, kvHeads, itemsize)),

@@ -1,4 +1,4 @@
-"""By formula the zigzag cut is balanced, contiguous pieces are not, and messages take time."""
+"""By formula the zigzag cut is balanced, contiguous chunks are not, and messages take time."""
 
 import time
 

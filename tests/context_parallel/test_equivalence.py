@@ -28,7 +28,7 @@ from tests.context_parallel.equivalence import (
 )
 from tests.one_process import RTOL
 
-# Of 16 tokens: borders inside pieces and between them, documents longer than the piece of any rank, documents
+# Of 16 tokens: borders inside chunks and between them, documents longer than the chunk of any rank, documents
 # of one token, and a sequence that is one document.
 BORDERS = ((3, 8, 10), (12,), (1, 2, 4, 15), ())
 

@@ -45,7 +45,7 @@ def test_ring_attention_equals_one_process():
             keys, values = visiting
 
             # A rank scores its queries against the keys that it has now. Which of the pairs may attend
-            # depends on the positions in the full sequence, and not on the places in the two pieces.
+            # depends on the positions in the full sequence, and not on the places in the two chunks.
             may_attend = cut.positions(owner)[None, :] <= tokens[:, None]
             scores = (own_q @ keys.transpose(-1, -2) / 2).masked_fill(~may_attend, -torch.inf)
 

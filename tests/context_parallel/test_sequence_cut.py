@@ -56,9 +56,9 @@ def test_each_token_belongs_to_one_rank(name, length, ranks):
     for rank, each in enumerate(positions):
         assert torch.equal(cut.own(full, rank), full[:, each])
         assert torch.equal(cut.own(full.transpose(1, 2), rank, 2), full[:, each].transpose(1, 2))
-    pieces = 2 * ranks if name == "zigzag" else ranks
-    lengths = [piece.stop - piece.start for of_rank in cut.pieces for piece in of_rank]
-    assert len(lengths) == pieces and max(lengths) - min(lengths) <= 1
+    chunks = 2 * ranks if name == "zigzag" else ranks
+    lengths = [chunk.stop - chunk.start for of_rank in cut.chunks for chunk in of_rank]
+    assert len(lengths) == chunks and max(lengths) - min(lengths) <= 1
 
 
 def test_a_rank_has_its_piece_from_the_front_and_its_piece_from_the_back():
@@ -74,19 +74,19 @@ def pairs_of_steps(cut: SequenceCut, rank: int, ranks: int) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_with_the_zigzag_cut_all_ranks_compute_equally_many_pairs_in_each_step(ranks: int):
-    piece = 5
-    cut = SequenceCut.zigzag(2 * ranks * piece, ranks)
-    own = 2 * piece * (piece + 1) // 2 + piece**2
+    chunk = 5
+    cut = SequenceCut.zigzag(2 * ranks * chunk, ranks)
+    own = 2 * chunk * (chunk + 1) // 2 + chunk**2
     for rank in range(ranks):
-        assert pairs_of_steps(cut, rank, ranks) == [own] + [2 * piece**2] * (ranks - 1)
+        assert pairs_of_steps(cut, rank, ranks) == [own] + [2 * chunk**2] * (ranks - 1)
 
 
 def test_with_contiguous_pieces_the_last_rank_computes_2n_1_times_as_much_as_the_first():
-    piece, ranks = 1000, 4
-    cut = SequenceCut.contiguous(ranks * piece, ranks)
+    chunk, ranks = 1000, 4
+    cut = SequenceCut.contiguous(ranks * chunk, ranks)
     first, last = (pairs_of_steps(cut, rank, ranks) for rank in (0, ranks - 1))
-    assert first == [piece * (piece + 1) / 2] + [0] * (ranks - 1)
-    assert last == [piece * (piece + 1) / 2] + [piece**2] * (ranks - 1)
+    assert first == [chunk * (chunk + 1) / 2] + [0] * (ranks - 1)
+    assert last == [chunk * (chunk + 1) / 2] + [chunk**2] * (ranks - 1)
     assert sum(last) / sum(first) == pytest.approx(2 * ranks - 1, rel=1e-3)
 
 

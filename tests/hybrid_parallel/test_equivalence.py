@@ -174,7 +174,6 @@ def test_dropped_tokens_are_those_of_one_process_with_the_same_capacity():
 
 def test_all_axes_on_eight_ranks_equal_one_process():
     check(
-        Sizes(pipeline=2, data=2, tensor=2, microbatches=2),
         Sizes(pipeline=2, data=2, tensor=2, microbatches=2, sequence_parallel=True, zero=1),
         tied=False,
     )
