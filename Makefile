@@ -59,7 +59,7 @@ check-notebooks: $(READY) ## execute the notebooks, and compare their outputs wi
 site: $(READY) ## build the site of READMEs and notebooks
 	@$(PY) site/build.py
 
-check-site: $(READY) ## build the site in a temporary folder, and test it
+check-site: $(READY) ## build the site in a temporary folder, and test it and its pages in a browser
 	@$(PY) -m pytest tests/site $(ARGS)
 
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)

@@ -25,7 +25,7 @@ ON_REQUEST = {
     "notebooks/test_execution.py": "notebooks",
     "notebooks/test_jupyterlab.py": "notebooks",
     "notebooks/test_kernels.py": "notebooks",
-    "site/built": "site",
+    "site": "site",
     "slurm": "slurm",
 }
 

@@ -1,4 +1,4 @@
-"""The site and its pages. `make check-site` builds and tests the site; a plain `pytest` tests only pages."""
+"""The site and its pages, which `make check-site` builds and tests."""
 
 import subprocess
 import sys
