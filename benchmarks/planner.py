@@ -67,6 +67,7 @@ def train(
     meter.reset_peak_memory(cluster.device)
     step()
     peak = meter.peak_memory(cluster.device) or 0
+    side_by_side.keep_freed_memory()
     step()
     with slow_link.slowed(link):
         return [timed(step) for _ in range(steps)], peak - base
