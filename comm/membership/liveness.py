@@ -11,7 +11,9 @@ that is stuck or paused stays connected: only a timeout shows it.
 """
 
 import json
+import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from lab.launch.interface import own_address
 
 _KEY = "liveness"
 _LONGEST = 1 << 16  # bytes of a message
+_AT_MOST_0_1_S = struct.pack("ll", 0, 100_000)  # for the rest of a message, which a rank sends in one piece
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
 
 
@@ -70,7 +73,10 @@ class Server(threading.Thread):
                     if isinstance(ready, Connection):
                         self._take(ready)
                     else:
-                        self._strangers.add(Connection(self._listener.accept()[0].detach()))
+                        stranger, _ = self._listener.accept()
+                        if os.name == "posix":  # one that sends half a message must not stop this thread
+                            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _AT_MOST_0_1_S)
+                        self._strangers.add(Connection(stranger.detach()))
 
     def _take(self, connection: Connection) -> None:
         try:

@@ -194,9 +194,10 @@ def test_a_connection_that_names_no_rank_is_ignored():
     store = dist.HashStore()
     liveness.connect(store, 0, 2)
     address = tuple(json.loads(store.get("liveness")))
-    strangers = [socket.create_connection(address) for _ in range(3)]
+    strangers = [socket.create_connection(address) for _ in range(4)]
     strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
     strangers[2].close()
+    strangers[3].sendall(b"\0")  # and no more
     other = Connection(socket.create_connection(address).detach())
     liveness.send(other, {"rank": 1})
     assert liveness.cause(patience=0) is None
