@@ -16,24 +16,24 @@ would need a sum before the GELU, because GELU(a + b) is not GELU(a) + GELU(b).
     backward    column: all-reduce of x's gradient     row: nothing to send
 
 A rank has only some of the outputs. The gradient of x that it computes comes from these alone, so it is
-one term, and the backward of the column layer adds the terms up. All ranks compute the same loss from the
-full y, so the gradient of y is complete everywhere: another sum would make it n times too large.
+one term, and the backward of the column layer adds the terms up. The row layer's backward sends nothing:
+all ranks compute the same loss from the full y, so each has y's complete gradient, and not one term of it.
 
-With `sequence_parallel` each rank holds an n-th of the tokens before and after such a pair of layers.
-Then the column layer all-gathers the tokens of its input, and reduce-scatters the gradient in its
-backward. The row layer reduce-scatters its outputs, and all-gathers in its backward. A gather and a scatter
-together send as many bytes as one all-reduce, and activations outside of the pairs need an n-th of the
-memory.
+With `sequence_parallel` each rank holds an n-th of the tokens before and after such a pair of layers. Then
+the column layer all-gathers the tokens of its input, and reduce-scatters the gradient in its backward. The
+row layer reduce-scatters its outputs, and all-gathers in its backward. Activations outside of the pairs need
+an n-th of the memory, and an all-gather and a reduce-scatter send as many bytes as one all-reduce.
 
 A column layer's backward computes two products: the gradient of x comes first, and with `overlap`, the
 default, it is reduced while the second one, the gradient of the weight, is computed:
 
-      overlap       | grad of x | grad of W |                        | grad of x | grad of W |
-                                | all-reduce of grad of x |          --no-overlap            | all-reduce |
+      overlap       | grad of x | grad of W |
+                                | all-reduce of grad of x |
+      --no-overlap  | grad of x | grad of W | all-reduce of grad of x |
 
-Autograd's own order cannot be relied on for that, so forward and backward are one autograd function,
-`OverlappedColumn`. With `sequence_parallel` it also keeps only this rank's tokens, and gathers the others a
-second time in the backward. So a pair of layers has five transfers, without overlap four.
+F.linear's backward computes both products in one step of autograd, and a sum could start only after it.
+`OverlappedColumn` starts the sum between them. With `sequence_parallel` it saves only this rank's tokens,
+and gathers the others again in the backward: five transfers for a pair of layers, four without overlap.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, section 3, and Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
@@ -66,7 +66,7 @@ TIME = 1  # the dim that sequence parallelism divides: x is (batch, time, width)
 
 
 def padded_shard(full: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's n-th of the tensor along `dim`, as a view. Zeros pad rows that n does not divide."""
+    """Return this rank's n-th of the tensor along `dim`, as a view. Rows of zeros make n divide it."""
     if dim == 0:  # a vocabulary has any size
         full = F.pad(full, (0, 0) * (full.dim() - 1) + (0, -len(full) % dist.get_world_size(group)))
     return own_shard(full, dim, group)
@@ -75,7 +75,7 @@ def padded_shard(full: Tensor, dim: int, group: Group) -> Tensor:
 def divide(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Parameter:
     """Replace the parameter's values, `size` along `dim`, by this rank's shard. The object stays the same.
 
-    So an optimizer keeps it, and two layers share it if it is tied: the second one finds a shard already.
+    So an optimizer keeps it, and tied layers share it: the second one finds a shard already.
     """
     if parameter.shape[dim] == size:
         parameter.data = padded_shard(parameter.detach(), dim, group).clone()
@@ -111,7 +111,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         [y] = column_parallel(x, [self])
-        # All-gather forward, own shard backward.
+        # All-gather forward; own shard backward, because all ranks have the same gradient of y.
         return gather_from_ranks(y, -1, self.group) if self.gather_output else y
 
 
@@ -136,7 +136,7 @@ class RowParallelLinear(nn.Module):
             y = scatter_sums(term, TIME, self.group)  # reduce-scatter forward, all-gather backward
         else:
             y = sum_over_ranks(term, self.group)  # all-reduce forward, identity backward
-        # The bias is added after the sum, so it counts once. Under torch.autocast y keeps its low precision.
+        # The bias is added after the sum, and so it counts once; torch.autocast may have lowered y's dtype.
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -185,7 +185,7 @@ class OverlappedColumn(torch.autograd.Function):
         elif ctx.sequence_parallel:
             reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
         else:
-            pattern = chosen_pattern("all_reduce", ctx.group)
+            pattern = chosen_pattern("all_reduce", ctx.group)  # the algorithm, such as a ring
             reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
         # These products hide the reduction.
         flat_x = full.reshape(-1, full.shape[-1])
@@ -193,13 +193,13 @@ class OverlappedColumn(torch.autograd.Function):
         grad_weights = [grad.t() @ flat_x for grad in flat_grads]
         grad_biases = [g.sum(0) if has else None for g, has in zip(flat_grads, ctx.has_bias, strict=True)]
         if reducing is not None:
-            scattered = reducing.wait()
-            grad_x = scattered if ctx.sequence_parallel else grad_x
+            reduced = reducing.wait()
+            grad_x = reduced if ctx.sequence_parallel else grad_x  # the all-reduce worked in place
         return grad_x, None, None, *grad_weights, *grad_biases
 
 
 def as_autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Cast what F.linear would cast under torch.autocast, which does not reach into an autograd function."""
+    """Cast as F.linear does under torch.autocast: a backward runs without it, and needs one dtype."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if device == "meta" or not torch.is_autocast_enabled(device):  # a shape alone has no autocast
         return list(tensors)

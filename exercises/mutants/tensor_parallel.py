@@ -27,13 +27,13 @@ mutant(
     changes={
         (
             "if reducing is not None:\n"
-            "    scattered = reducing.wait()\n"
-            "    grad_x = scattered if ctx.sequence_parallel else grad_x"
+            "    reduced = reducing.wait()\n"
+            "    grad_x = reduced if ctx.sequence_parallel else grad_x"
         ): "",
         "flat_x = full.reshape(-1, full.shape[-1])": (
             "if reducing is not None:\n"
-            "    scattered = reducing.wait()\n"
-            "    grad_x = scattered if ctx.sequence_parallel else grad_x\n"
+            "    reduced = reducing.wait()\n"
+            "    grad_x = reduced if ctx.sequence_parallel else grad_x\n"
             "flat_x = full.reshape(-1, full.shape[-1])"
         ),
     },
