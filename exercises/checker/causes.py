@@ -20,7 +20,7 @@ from functools import cached_property
 from torch import Tensor
 
 from exercises.checker.compared import Compared
-from exercises.checker.relations import Relation, across_ranks, belongs_to, relation, wrong_values
+from exercises.checker.relations import Relation, across_ranks, belongs_to, wrong_elements, wrong_values
 from lab.ranks.waiting import Wait, chain
 
 _WAITED = re.compile(r"rank (\d+) could not (send to|receive from) rank (\d+): it waited until the timeout")
@@ -181,8 +181,7 @@ def shard_boundary(e: Evidence) -> object:
             got, expected = one.pairs[name]
             if not name or not isinstance(got, Tensor) or getattr(expected, "shape", None) != got.shape:
                 continue
-            pairs = zip(got.flatten(), expected.flatten(), strict=True)
-            wrong = [relation(g, x) is not None for g, x in pairs]
+            wrong = wrong_elements(got, expected)
             first = wrong.index(True) if True in wrong else 0
             if first and all(wrong[first:]):
                 return f"`{name}` is right up to element {first - 1} and wrong from element {first} on"

@@ -50,6 +50,12 @@ def wrong_values(compared: Compared) -> dict[str, Relation]:
     return {name: one for name, one in found.items() if one is not None}
 
 
+def wrong_elements(got: Tensor, expected: Tensor) -> list[bool]:
+    """Return for each element, in the order of `flatten`, whether it differs from the expected one."""
+    g, e = (tensor.detach().flatten().to(torch.complex128) for tensor in (got, expected))
+    return (~((g - e).abs() <= (1e-9 * e.abs()).clamp(min=1e-15))).tolist()
+
+
 def belongs_to(compared: Compared) -> dict[str, str]:
     """Return, for each wrong tensor that has what another one should have, the name of that other one."""
     tensors = {
