@@ -81,14 +81,15 @@ class Saved:
     def __init__(self, ignored: Callable[[], Iterable[Tensor]]) -> None:
         self.bytes = self.peak_bytes = 0
         self._ignored = ignored
+        self._seen: set[StorageWeakRef] = set()  # an address may be used again, but not while it is here
         self._alive: dict[StorageWeakRef, int] = {}
 
     def note(self, tensor: Tensor) -> None:
-        ignored = {StorageWeakRef(storage) for each in self._ignored() for storage in _storages(each)}
         for storage in _storages(tensor):
-            # An address may be used again when a storage is freed. A weak reference is not.
-            reference = StorageWeakRef(storage)
-            if reference not in ignored and reference not in self._alive:
+            if (reference := StorageWeakRef(storage)) in self._seen:
+                continue
+            self._seen.add(reference)
+            if reference not in {StorageWeakRef(one) for each in self._ignored() for one in _storages(each)}:
                 self._alive = {each: size for each, size in self._alive.items() if not each.expired()}
                 self._alive[reference] = storage.nbytes()
                 self.bytes += storage.nbytes()
