@@ -1,5 +1,6 @@
 """Set up what all tests share: ranks that start with everything imported, hypothesis, a browser for pages."""
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -49,11 +50,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_sessionstart(session):
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # only the workers run tests
+    gc.disable()  # nothing that is imported while pytest collects is garbage
     forked.preload("tests.preloaded")
     forked.warm_up()  # meanwhile pytest collects
     import torch  # only now, beside the forkserver, which imports it too
 
     torch.set_num_threads(1)  # two for small tensors wait for each other more than they compute
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

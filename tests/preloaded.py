@@ -6,6 +6,7 @@ kept (PYTHONDONTWRITEBYTECODE) every rank of every test would compile the same f
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import re
 import sys
@@ -34,6 +35,8 @@ def collapse_memory() -> None:
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
+gc.disable()  # it would search all that is imported again and again, and none of it is garbage
+
 # What is imported by libraries only once it is needed: for traces, by name look-ups, tables and checkpoints.
 for name in (
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "matplotlib.font_manager"),
@@ -45,8 +48,10 @@ for name in (
 # An optimizer's first step imports too.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
-# The fake GPUs only where there are some: they change torch.
-left_out = {"containers"} if "tests.fake_gpu.device" in sys.modules else {"containers", "fake_gpu"}
+# Ranks need nothing of these folders. The fake GPUs only where there are some: they change torch.
+left_out = {"containers", "notebooks", "site"}
+if "tests.fake_gpu.device" not in sys.modules:
+    left_out.add("fake_gpu")
 for folder in (
     *ROOT.glob("*_parallel"),
     *(ROOT / name for name in ("comm", "training", "zero", "lab", "exercises", "tests")),
@@ -59,4 +64,5 @@ for folder in (
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
+gc.enable()
 collapse_memory()  # the tests fork some thousand ranks

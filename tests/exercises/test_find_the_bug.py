@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from exercises.catalog import EXERCISES
 from exercises.checker.grade import Grade, grade
 from exercises.checker.plugin import load
 from exercises.commands import main
-from exercises.find_the_bug import bugs
+from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution
 from exercises.mutants import all_mutants
 from exercises.names import all_exercises
@@ -21,12 +22,19 @@ from exercises.workspace import Workspace
 from lab.replace import apply
 from tests.exercises.in_process import run_tests
 
-BY_MUTANT = {bug.mutant: bug for bug in bugs()}
-SUMMED = BY_MUTANT["gradient_summed"]
+
+@functools.cache
+def by_mutant() -> dict[str, Bug]:
+    return {bug.mutant: bug for bug in bugs()}
+
+
+@pytest.fixture
+def summed() -> Bug:
+    return by_mutant()["gradient_summed"]
 
 
 def test_every_mutant_is_an_exercise_with_a_name_of_its_own():
-    assert set(all_mutants()) == set(BY_MUTANT)
+    assert set(all_mutants()) == set(by_mutant())
     assert len(all_exercises()) == len(EXERCISES) + len(bugs())
     assert len(bugs()) >= 120
     assert len({bug.difficulty for bug in bugs()}) >= 4
@@ -39,9 +47,10 @@ def test_where_the_user_has_changed_a_lesson_its_mutants_are_left_out(monkeypatc
     assert [bug.mutant for bug in bugs.__wrapped__()] == ["missing_broadcast"]
 
 
-@pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.mutant)
-def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug):
-    text, mutant = generated(bug), all_mutants()[bug.mutant]
+@pytest.mark.parametrize("name", all_mutants())
+def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(name):
+    bug, mutant = by_mutant()[name], all_mutants()[name]
+    text = generated(bug)
     assert [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)] == [bug.function]
     assert " #" not in text
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
@@ -56,43 +65,45 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(bug)
     assert ast.parse(solution(bug)).body and solution(bug).startswith("# The mistake: ")
 
 
-def test_hints_lead_from_what_should_be_so_to_the_line():
-    assert SUMMED.hints == (
+def test_hints_lead_from_what_should_be_so_to_the_line(summed):
+    assert summed.hints == (
         "It should be so: a gradient is the mean over ranks and not their sum.",
-        f"What happens: {SUMMED.mistake}",
+        f"What happens: {summed.mistake}",
         "Look at this line, and at what follows from it: "
         "`all_reduce(parameter.grad, op='sum', group=self.group, pattern=self.pattern)`",
     )
-    assert "`pattern` names the algorithm of a collective" in generated(SUMMED)
+    assert "`pattern` names the algorithm of a collective" in generated(summed)
 
 
-def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(tmp_path):
+def test_a_file_that_was_not_changed_and_one_without_the_function_need_no_tests(tmp_path, summed):
     file = tmp_path / "bug.py"
-    file.write_text(generated(SUMMED) + "# a comment fixes nothing\n")
-    result = grade(SUMMED, file)
+    file.write_text(generated(summed) + "# a comment fixes nothing\n")
+    result = grade(summed, file)
     assert (result.state, result.credit) == ("unsolved", 0.0)
     assert "the mistake is still there" in result.sentence
     file.write_text("x = 1\n")
-    assert grade(SUMMED, file).sentence.endswith("has no `finish_gradient_sync`.")
+    assert grade(summed, file).sentence.endswith("has no `finish_gradient_sync`.")
 
 
-def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path):
-    file = tmp_path / f"{SUMMED.name}.py"
-    text = generated(SUMMED)
+def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path, summed):
+    file = tmp_path / f"{summed.name}.py"
+    text = generated(summed)
     for code, is_mended in ((text, False), (text.replace('op="sum"', 'op="mean"'), True)):
         file.write_text(code)
-        with apply(load(SUMMED, file)):
-            _, error = run_tests(SUMMED, SUMMED.tests[0])
+        with apply(load(summed, file)):
+            _, error = run_tests(summed, summed.tests[0])
         assert (error is None) == is_mended, error
 
 
-def test_the_commands_make_the_file_once_keep_what_was_written_and_list_the_easiest_first(tmp_path, capsys):
+def test_the_commands_make_the_file_once_keep_what_was_written_and_list_the_easiest_first(
+    tmp_path, capsys, summed
+):
     space = Workspace(tmp_path)
-    assert main(["bug", SUMMED.name], space) == 0
-    assert SUMMED.symptom in capsys.readouterr().out
-    space.file(SUMMED).write_text("mine\n")
-    assert main(["bug", SUMMED.name], space) == 0
-    assert space.file(SUMMED).read_text() == "mine\n"
+    assert main(["bug", summed.name], space) == 0
+    assert summed.symptom in capsys.readouterr().out
+    space.file(summed).write_text("mine\n")
+    assert main(["bug", summed.name], space) == 0
+    assert space.file(summed).read_text() == "mine\n"
     assert main(["bug", EXERCISES[0].name], space) == 2
     assert main(["bug"], space) == 0
     space.record(Grade(bugs()[0].name, "passed", "", ("one",)))
@@ -104,17 +115,17 @@ def test_the_commands_make_the_file_once_keep_what_was_written_and_list_the_easi
     assert places == sorted(places)
 
 
-def test_in_a_notebook_the_code_goes_into_the_next_cell(monkeypatch, capsys):
+def test_in_a_notebook_the_code_goes_into_the_next_cell(monkeypatch, capsys, summed):
     cells: list[str] = []
     shell = SimpleNamespace(set_next_input=cells.append)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    show_in_a_notebook(SUMMED.name)
+    show_in_a_notebook(summed.name)
     assert "The code is in the next cell." in capsys.readouterr().out
     [cell] = cells
-    assert cell.endswith(f"check(finish_gradient_sync, '{SUMMED.name}')") and ast.parse(cell)
+    assert cell.endswith(f"check(finish_gradient_sync, '{summed.name}')") and ast.parse(cell)
 
 
-def test_a_solution_tells_the_mistake_and_marks_the_lines_that_differ():
-    told, lessons = solution(SUMMED).split("# The lesson's own code:")
-    assert SUMMED.mistake.split()[-1] in told and 'op="mean"' in lessons
+def test_a_solution_tells_the_mistake_and_marks_the_lines_that_differ(summed):
+    told, lessons = solution(summed).split("# The lesson's own code:")
+    assert summed.mistake.split()[-1] in told and 'op="mean"' in lessons
     assert [line[4] for line in told.splitlines() if line.startswith("#   ")] == ["-", "+"]

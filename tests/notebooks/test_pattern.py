@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import jupytext
-import nbformat
 import pytest
 
 from exercises.names import all_exercises
@@ -20,6 +18,8 @@ BELIEFS = re.findall(r'^\| "(.+?)" \| (.+) \| \[\d\d\]\((\w+)\.ipynb\): (.+) \|$
 
 @cache
 def cells_of(book: Path) -> list:
+    import nbformat  # takes seconds, and all processes of the tests import this module
+
     return nbformat.read(book, 4).cells
 
 
@@ -42,7 +42,7 @@ def section_of(cells: list, heading: str) -> list:
             if cell.cell_type == "markdown" and part.startswith("## "):
                 current = part.removeprefix("## ").partition("\n")[0]
             if current == heading and part:
-                found.append(cell if len(parts) == 1 else nbformat.v4.new_markdown_cell(part))
+                found.append(type(cell)(cell, source=part))
     return found
 
 
@@ -57,6 +57,8 @@ def test_each_source_has_a_notebook():
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_both_files_have_the_same_cells_and_each_was_executed_without_an_error(book):
+    import jupytext
+
     cells = cells_of(book)
     source = jupytext.read(source_of(book)).cells
     assert [(one.cell_type, one.source) for one in cells] == [(one.cell_type, one.source) for one in source]
