@@ -12,7 +12,6 @@ the stage stands before the letter, as in torch.distributed.pipelining: 2F0 is t
 stage 2. (The zero-bubble paper, Qi et al. 2023, writes B for our I.)
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -25,8 +24,6 @@ GANTT_KIND = {
     INPUT_GRADIENT: "backward",
     WEIGHT_GRADIENT: "weight",
 }
-
-_TEXT = re.compile(r"(\d+)?([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
@@ -53,20 +50,6 @@ def row_text(row: Sequence[Action]) -> str:
 def table_text(table: Table) -> str:
     """Return the table as text, with one line for each rank."""
     return "\n".join(f"rank {rank}   {row_text(row)}" for rank, row in enumerate(table))
-
-
-def parse_row(text: str, stage: int = 0) -> list[Action]:
-    """Return the actions of a text such as `F0 F1 2B0`. Those without a number in front are in stage `stage`.
-
-    ValueError for any other text.
-    """
-    actions = []
-    for word in text.split():
-        found = _TEXT.fullmatch(word)
-        if found is None:
-            raise ValueError(f"{word!r} is no action: write F0, B0, I0 or W0, or 2F0 for stage 2.")
-        actions.append(Action(found[2], int(found[3]), int(found[1] or stage)))
-    return actions
 
 
 def placement(table: Table) -> dict[int, int]:

@@ -142,7 +142,7 @@ class Pipeline(OwnStages):
         with torch.autocast(self.device.type, enabled=False):  # it computes in the dtypes of its forward
             dx = None if kind == WEIGHT_GRADIENT else self.input_gradient_of(microbatch, stage, given)
             if kind in (BACKWARD, WEIGHT_GRADIENT):
-                self.weight_gradient_of(microbatch, stage)
+                compute_gradients(self.later.pop((microbatch, stage)))
         return dx
 
     def forward_of(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
@@ -157,16 +157,12 @@ class Pipeline(OwnStages):
     def input_gradient_of(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """Return the gradient of the stage's input, given that of its output; None is for the loss.
 
-        If backwards are split, the weight gradients of linear layers are left to `weight_gradient_of`.
+        If backwards are split, the weight gradients of linear layers are left to `later`.
         """
         x, edge = self.kept.pop((microbatch, stage))
         if edge is not None:  # a first stage that is frozen has no gradient to compute
             torch.autograd.backward([edge], [dy])
         return x.grad
-
-    def weight_gradient_of(self, microbatch: int, stage: int) -> None:
-        """Compute the weight gradients that `input_gradient_of` has left."""
-        compute_gradients(self.later.pop((microbatch, stage)))
 
     def shown(self, action: Action) -> AbstractContextManager[None]:
         """Show the action in the timeline."""

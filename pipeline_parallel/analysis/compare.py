@@ -12,38 +12,19 @@ take time, or ranks that share a core. `compared.png` has the measured step abov
 `schedules.html` plays it beside all schedules (page.py).
 """
 
-import dataclasses
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import tyro
 
 from lab.trace.gantt import Event, draw_panels
-from lab.trace.makespan import bubble, makespan, steps_of
+from lab.trace.makespan import makespan, steps_of
 from lab.units import show_seconds
-from pipeline_parallel.actions import Action, Table, num_microbatches, placement
+from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.page import write_page
-from pipeline_parallel.analysis.simulate import Costs, simulate
-from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Compare a run of a pipeline with its simulation and with the formula."""
-
-    folder: tyro.conf.Positional[Path]
-    """Folder of the trace: the run's --trace."""
-
-
-def table_from(step: Iterable[Event]) -> Table:
-    """Return the table that the ranks have run in a step."""
-    table: Table = []
-    for event in sorted(step, key=lambda event: event.start_ns):
-        table += [[] for _ in range(event.rank + 1 - len(table))]
-        table[event.rank].append(Action(event.args["action"], event.args["microbatch"], event.args["stage"]))
-    return table
+from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
+from pipeline_parallel.schedules import SCHEDULES, table_of
 
 
 def name_of(table: Table) -> str | None:
@@ -67,38 +48,38 @@ def steps_of_trace(path: Path) -> list[list[Event]]:
     return sorted(steps_of(actions), key=makespan)
 
 
-def main(args: Args) -> None:
-    if not (args.folder / "trace.json").is_file():
-        raise SystemExit(f"{args.folder} has no trace.json: give the folder that the run's --trace named.")
-    steps = steps_of_trace(args.folder / "trace.json")
+def main(folder: tyro.conf.Positional[Path]) -> None:
+    """Compare a run of a pipeline with its simulation and with the formula.
+
+    Args:
+        folder: Folder of the trace: the run's --trace.
+    """
+    if not (folder / "trace.json").is_file():
+        raise SystemExit(f"{folder} has no trace.json: give the folder that the run's --trace named.")
+    steps = steps_of_trace(folder / "trace.json")
     if not steps:
-        raise SystemExit(f"{args.folder / 'trace.json'} has no actions of a pipeline.")
+        raise SystemExit(f"{folder / 'trace.json'} has no actions of a pipeline.")
     step = steps[(len(steps) - 1) // 2]
-    table = table_from(step)
-    name, ranks, stages = name_of(table), len(table), len(placement(table))
+    run = Simulation.measured(step)
+    name, ranks, stages = name_of(run.table), len(run.table), len(placement(run.table))
     costs = Costs.measured([event for each in steps for event in each], stages)
-    simulation = simulate(table, costs)
+    simulation = simulate(run.table, costs)
     of_rank = [sum(each) / ranks for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]
     if name is not None and theory.idle(name, ranks, 1, 1, *of_rank) is None:  # ZB-V: for f = i = w alone
         of_rank = [sum(of_rank) / 3] * 3
-    regular = (
-        name or "",
-        ranks,
-        num_microbatches(table),
-        stages_per_rank(name, stages // ranks) if name else 1,
-    )
-    print(f"{name or 'another schedule'}, {ranks} ranks, {num_microbatches(table)} microbatches")
+    print(f"{name or 'another schedule'}, {ranks} ranks, {num_microbatches(run.table)} microbatches")
     print("             makespan   bubble")
-    print(f"measured     {show_seconds(makespan(step)):>8}   {bubble(step, ranks):6.3f}")
+    print(f"measured     {show_seconds(run.makespan):>8}   {run.bubble:6.3f}")
     print(f"simulated    {show_seconds(simulation.makespan):>8}   {simulation.bubble:6.3f}")
     if name is not None:
+        regular = name, ranks, num_microbatches(run.table), stages // ranks
         seconds, share = theory.makespan(*regular, *of_rank), theory.bubble(*regular, *of_rank)
         print(f"formula      {show_seconds(seconds or 0):>8}   {share or 0:6.3f}")
     panels = {"measured": step, "simulated": simulation.events()}
-    draw_panels(panels, args.folder / "compared.png", f"{name}, {ranks} ranks")
-    write_page(args.folder / "schedules.html", measured={name or "measured": step})
-    print(f"{args.folder}: compared.png and schedules.html")
+    draw_panels(panels, folder / "compared.png", f"{name}, {ranks} ranks")
+    write_page(folder / "schedules.html", measured={name or "measured": step})
+    print(f"{folder}: compared.png and schedules.html")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    tyro.cli(main)

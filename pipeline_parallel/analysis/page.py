@@ -8,7 +8,7 @@ model: if a rank has n stages, each takes 1/n of these times and holds 1/n of th
 opens the page with the settings that it names: schedules.html#ranks=4&microbatches=8&show=gpipe,1f1b&time=12
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from pipeline_parallel.actions import (
     FORWARD,
     GANTT_KIND,
     WEIGHT_GRADIENT,
-    Action,
     as_dependency,
     dependencies,
     num_microbatches,
@@ -47,7 +46,7 @@ DIGITS = 9  # after the decimal point of seconds: exact sums, and a small file
 
 
 def write_page(
-    path: str | Path, measured: Mapping[str, Iterable[Event]] | None = None, root: str | None = None
+    path: str | Path, measured: Mapping[str, Sequence[Event]] | None = None, root: str | None = None
 ) -> Path:
     """Write the page to `path`.
 
@@ -79,29 +78,22 @@ def _simulated(ranks: int, microbatches: int, message: float) -> Iterator[dict[s
         yield {"name": name, "title": title, "idea": idea, "message": f"{message:g}", **run}
 
 
-def _measured(label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+def _measured(label: str, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """Yield a real run, and the simulation of its table with its own median costs."""
-    events = sorted(events, key=lambda event: event.start_ns)
-    zero = events[0].start_ns
-    rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
-    for event in events:
-        action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
-        times = (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9
-        rows[event.rank].append(TimedAction(action, *times))
-    table = [[timed.action for timed in row] for row in rows]
-    again = simulate(table, Costs.measured(events, len(placement(table))))
+    run = Simulation.measured(events)
+    again = simulate(run.table, Costs.measured(events, len(placement(run.table))))
     title, _ = TITLES.get(label, (label, ""))
-    for what, run, idea in (
-        ("measured", Simulation(rows), "what happened, in seconds"),
+    for what, timeline, idea in (
+        ("measured", run, "what happened, in seconds"),
         ("simulated", again, "the same order, from the median costs of its stages"),
     ):
         names = {"name": f"{what} {label}", "title": f"{title}, {what}", "idea": idea}
-        yield {**names, "message": "as measured", **_packed(run)}
+        yield {**names, "message": "as measured", **_packed(timeline)}
 
 
 def _packed(simulated: Simulation) -> dict[str, Any]:
     """Return what the page shows of a timeline. A cell is an action, its start and end, and what it needs."""
-    table = [[timed.action for timed in row] for row in simulated.rows]
+    table = simulated.table
     rank_of = placement(table)
     giver = {as_dependency(action): str(action) for row in table for action in row}
     forwards = [end - start for row in simulated.rows for action, start, end in row if action.kind == FORWARD]

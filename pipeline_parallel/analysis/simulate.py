@@ -88,6 +88,23 @@ class Simulation:
 
     rows: list[list[TimedAction]]
 
+    @classmethod
+    def measured(cls, events: Iterable[Event]) -> "Simulation":
+        """Return what ranks really did, from the events of one step; time 0 is the first one's start."""
+        events = sorted(events, key=lambda event: event.start_ns)
+        zero = events[0].start_ns
+        rows: list[list[TimedAction]] = [[] for _ in range(1 + max(event.rank for event in events))]
+        for event in events:
+            action = Action(event.args["action"], event.args["microbatch"], event.args["stage"])
+            times = (event.start_ns - zero) / 1e9, (event.end_ns - zero) / 1e9
+            rows[event.rank].append(TimedAction(action, *times))
+        return cls(rows)
+
+    @property
+    def table(self) -> Table:
+        """Return the table that the ranks have run."""
+        return [[timed.action for timed in row] for row in self.rows]
+
     @property
     def makespan(self) -> float:
         """Return the seconds from the first action's start to the last one's end."""
@@ -107,32 +124,24 @@ class Simulation:
     @property
     def peak_held(self) -> list[int]:
         """Return the most microbatches that each rank held at a time, counted in each of its stages."""
-        return [max(held([timed.action for timed in row]), default=0) for row in self.rows]
+        return [max(held(row), default=0) for row in self.table]
 
     def events(self) -> list[Event]:
         """Return one event for each action, with its microbatch as its name, for `lab.trace.gantt.draw`."""
-        chunk_of = {
-            stage: chunk
-            for row in self.rows
-            for chunk, stage in enumerate(sorted({timed.action.stage for timed in row}))
-        }
+        stages_of = [sorted({action.stage for action in row}) for row in self.table]
+        chunk_of = {stage: chunk for stages in stages_of for chunk, stage in enumerate(stages)}
         # Start and end are rounded, not the length, so that events that touch still touch.
         return [
             Event(
-                name=str(action.microbatch),
-                kind=GANTT_KIND[action.kind],
+                name=str(microbatch),
+                kind=GANTT_KIND[kind],
                 start_ns=round(start * 1e9),
                 duration_ns=round(end * 1e9) - round(start * 1e9),
-                args={
-                    "action": action.kind,
-                    "microbatch": action.microbatch,
-                    "stage": action.stage,
-                    "chunk": chunk_of[action.stage],
-                },
+                args={"action": kind, "microbatch": microbatch, "stage": stage, "chunk": chunk_of[stage]},
                 rank=rank,
             )
             for rank, row in enumerate(self.rows)
-            for action, start, end in row
+            for (kind, microbatch, stage), start, end in row
         ]
 
 

@@ -46,7 +46,6 @@ def validate(table: Table) -> None:
     places = _places(table)
     _check_stages(table)
     _check_complete(table, places)
-    _check_rows(table, places)
     _check_progress(table, places)
 
 
@@ -130,20 +129,6 @@ def _check_complete(table: Table, places: dict[Action, _Place]) -> None:
             raise _error(f"Stage {stage} {wrong}.", table, cells.values())
 
 
-def _check_rows(table: Table, places: dict[Action, _Place]) -> None:
-    last_stage = _last_stage(table)
-    for rank, row in enumerate(table):
-        for i, action in enumerate(row):
-            for need in dependencies(action, last_stage):
-                on, at = places[need]
-                if on == rank and at > i:
-                    raise _error(
-                        f"Rank {rank} does {action} before {table[on][at]}, which it needs.",
-                        table,
-                        [(rank, i), (on, at)],
-                    )
-
-
 def in_order(table: Table) -> Iterator[tuple[int, Action]]:
     """Yield each rank's actions in its order, and each after all that it needs; end where all ranks wait."""
     last_stage = _last_stage(table)
@@ -172,6 +157,11 @@ def _check_progress(table: Table, places: dict[Action, _Place]) -> None:
         for rank, row in enumerate(table)
         if at[rank] < len(row)
     }
+    for rank, (on, needed) in waits_for.items():
+        if on == rank:
+            action, marked = table[rank][at[rank]], [(rank, at[rank]), (on, needed)]
+            sentence = f"Rank {rank} does {action} before {table[on][needed]}, which it needs."
+            raise _error(sentence, table, marked)
     if waits_for:
         raise _deadlock(table, at, waits_for)
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_parallel.actions import Table, parse_row, placement
+from pipeline_parallel.actions import Table, placement
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
 from pipeline_parallel.schedules import SCHEDULES, gpipe, one_f_one_b, table_of
+from tests.pipeline_parallel.rows import parse_row
 
 tables = st.builds(
     table_of, st.sampled_from([*SCHEDULES]), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3)

@@ -14,7 +14,6 @@ from lab.cluster import Cluster
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import saved_activations
-from pipeline_parallel.actions import parse_row
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tests.pipeline_parallel.equivalence import (
@@ -31,6 +30,7 @@ from tests.pipeline_parallel.equivalence import (
     text,
     vectors,
 )
+from tests.pipeline_parallel.rows import parse_row
 from training.evaluation import evaluating
 
 

@@ -17,7 +17,7 @@ from pipeline_parallel import (
     train_model_parallel,
     train_zero_bubble,
 )
-from pipeline_parallel.actions import Action, Table, parse_row, placement
+from pipeline_parallel.actions import Action, Table, placement
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.analysis.validate import held, validate
 from pipeline_parallel.schedules import (
@@ -29,14 +29,10 @@ from pipeline_parallel.schedules import (
     zb_h1,
     zb_v,
 )
+from tests.pipeline_parallel.rows import written
 
 SIZES = [(p, m) for p in range(1, 5) for m in range(1, 10)]
 some_ranks, some_microbatches, some_chunks = st.integers(1, 7), st.integers(1, 24), st.integers(1, 4)
-
-
-def written(*rows: str) -> Table:
-    """Return a table from rows such as F0 B0, of the stage with the rank's number, or 2F0 B0, of stage 2."""
-    return [parse_row(row, stage) for stage, row in enumerate(rows)]
 
 
 def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Table:

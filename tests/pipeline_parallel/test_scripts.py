@@ -14,7 +14,7 @@ from lab.ranks import forked, run_ranks
 from lab.trace.gantt import Event
 from lab.trace.makespan import makespan, microbatches_held
 from pipeline_parallel.analysis import compare, theory
-from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 from pipeline_parallel.train_zero_bubble import ZeroBubbleArgs
 from tests.comm.places import places, set_variables
@@ -83,7 +83,7 @@ def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(t
     capsys.readouterr()
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert command == f"python pipeline_parallel/analysis/compare.py {tmp_path}"
-    compare.main(compare.Args(tmp_path))
+    compare.main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "interleaved, 2 ranks, 4 microbatches"
     assert [line.split()[0] for line in lines[2:5]] == ["measured", "simulated", "formula"]
@@ -91,7 +91,7 @@ def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(t
     assert "measured interleaved" in (tmp_path / "schedules.html").read_text()
     (tmp_path / "trace.json").write_text('{"traceEvents": []}')
     with pytest.raises(SystemExit, match="has no actions of a pipeline"):
-        compare.main(compare.Args(tmp_path))
+        compare.main(tmp_path)
 
 
 def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
@@ -101,7 +101,7 @@ def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
         table = table_of(name, 2, 4)
         used = costs if stages == 2 else Costs.equal(4, 1.0, 2.0, 2.0)
         events: list[Event] = simulate(table, used).events()
-        assert compare.table_from(events) == table
+        assert Simulation.measured(events).table == table
         assert compare.name_of(table) == name
         assert Costs.measured(events, stages) == used
         assert makespan(events) == simulate(table, used).makespan

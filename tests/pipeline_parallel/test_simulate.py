@@ -3,14 +3,9 @@
 import pytest
 
 from comm.cost import Link
-from pipeline_parallel.actions import Table, parse_row
 from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 from pipeline_parallel.analysis.validate import ScheduleError
-
-
-def rows_of(*texts: str) -> Table:
-    """Stage s on rank s."""
-    return [parse_row(text, stage) for stage, text in enumerate(texts)]
+from tests.pipeline_parallel.rows import parse_row, written
 
 
 def spans(simulation: Simulation) -> list[str]:
@@ -21,7 +16,7 @@ def spans(simulation: Simulation) -> list[str]:
     ]
 
 
-ONE_F_ONE_B = rows_of("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2")
+ONE_F_ONE_B = written("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2")
 ONES = Costs.equal(2, forward=1, input_gradient=1, weight_gradient=1)
 
 
@@ -38,7 +33,7 @@ def test_two_ranks_of_1f1b_by_hand():
 
 
 def test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile():
-    table = rows_of("F0 F1 B0 B1", "F0 F1 B0 B1")
+    table = written("F0 F1 B0 B1", "F0 F1 B0 B1")
     simulation = simulate(table, ONES, Link(alpha=2, beta=0.5), message_bytes=10)
     # rank 0's messages take the link from 1 to 6 and from 6 to 11, and arrive 2 seconds later
     # rank 1's from 16 to 21 and from 21 to 26
@@ -49,7 +44,7 @@ def test_messages_leave_one_after_the_other_and_computing_goes_on_meanwhile():
 
 
 def test_messages_go_both_ways_and_stages_of_one_rank_have_none():
-    table = rows_of("F0 B0", "F0 B0", "F0 B0")
+    table = written("F0 B0", "F0 B0", "F0 B0")
     assert spans(simulate(table, Costs.equal(3, 1, 1, 0), Link(0, 1), 10)) == [
         "F0:0-1 B0:45-46",
         "F0:11-12 B0:34-35",
@@ -61,6 +56,6 @@ def test_messages_go_both_ways_and_stages_of_one_rank_have_none():
 
 def test_a_table_that_would_never_end_is_refused():
     with pytest.raises(ScheduleError, match="The ranks wait for each other"):
-        simulate(rows_of("F0 B0 F1 B1", "F0 F1 B0 B1"), ONES)
+        simulate(written("F0 B0 F1 B1", "F0 F1 B0 B1"), ONES)
     with pytest.raises(ScheduleError, match="Stage 1 never does B0"):
-        simulate(rows_of("F0 B0", "F0"), ONES)
+        simulate(written("F0 B0", "F0"), ONES)

@@ -4,13 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_parallel.actions import Table, as_dependency, dependencies, parse_row
+from pipeline_parallel.actions import Table, as_dependency, dependencies
 from pipeline_parallel.analysis.validate import ScheduleError, held, validate
 from pipeline_parallel.schedules import SCHEDULES, table_of
-
-
-def written(*rows: str) -> Table:
-    return [parse_row(row, stage) for stage, row in enumerate(rows)]
+from tests.pipeline_parallel.rows import parse_row, written
 
 
 def said_of(table: Table) -> list[str]:
