@@ -99,14 +99,10 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
             raise WorkbookError(f"{axes}; their product must divide the number of ranks, {world_size}.")
         sizes["data"] = world_size // others
     if sizes["microbatches"] is None:
-        sizes["microbatches"] = microbatches_for(args.batch_size // max(1, sizes["data"]), sizes["pipeline"])
+        examples = args.batch_size // max(1, sizes["data"])
+        most = min(examples, 4 * sizes["pipeline"]) if sizes["pipeline"] > 1 else 1
+        sizes["microbatches"] = next((n for n in range(most, 0, -1) if examples % n == 0), 1)
     return ParallelSizes(**sizes)
-
-
-def microbatches_for(examples: int, pipeline: int) -> int:
-    """Return into how many microbatches a replica's examples are divided by default."""
-    most = min(examples, 4 * pipeline) if pipeline > 1 else 1
-    return next((n for n in range(most, 0, -1) if examples % n == 0), 1)
 
 
 def model_of(args: HybridArgs) -> GPTConfig | MLPConfig:

@@ -12,8 +12,6 @@
 It needs memory for twice the full model.
 """
 
-import os
-import secrets
 import sys
 from pathlib import Path
 
@@ -39,16 +37,10 @@ def export(folder: Path, out: Path) -> int:
     # A plain model has a tied tensor under each of its names; the format takes no tensor twice.
     tied = found.extra["tied"]
     full |= {name: full[first].clone() for name, first in tied.items() if first in full}
-    partial = out.with_name(f"{out.name}.partial-{secrets.token_hex(4)}")
     try:
-        with partial.open("wb") as file:
-            file.write(save(full))
-            os.fsync(file.fileno())
-        os.replace(partial, out)
+        out.write_bytes(save(full))
     except OSError as error:
         raise WorkbookError(f"cannot write {out}: {reason(error)}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(full)
 
 

@@ -199,7 +199,7 @@ class HybridParallel(nn.Module):
         """Compute in 16 bits inside of the block, if the sizes say so; parameters stay as they are."""
         if self.sizes.precision == "float32":
             return contextlib.nullcontext()
-        return torch.autocast(self.mesh.device_mesh.device_type, torch.bfloat16)
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     def trained_parameters(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return what this rank trains of each parameter of its stages: with ZeRO its shard, or else all."""
@@ -240,9 +240,9 @@ class HybridParallel(nn.Module):
         expert      some experts of each block        those
         """
         copies = counted_elsewhere(self.pipeline, self.tensor)
-        is_tied = isinstance(self.plain, GPT) and self.plain.config.tied
-        first = {"head.weight": "token_embedding.weight"} if is_tied else {}
-        names = {p: first.get(name, name) for name, p in self.named_own_parameters().items()}
+        names = {parameter: name for name, parameter in self.plain.named_parameters()}
+        if self.pipeline is not None:
+            names = self.pipeline.first_names
         held: list[tuple[nn.Parameter, Tensor, int]]  # parameter, what this rank trains of it, from where on
         held = [(parameter, parameter, 0) for parameter in names]
         if self.sizes.zero:

@@ -30,9 +30,7 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 2021, https://arxiv.org/abs/2104.04473, section 3.
 """
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from comm.wire.wire import name_axis
 from expert_parallel.config import ExpertGroups
@@ -90,10 +88,6 @@ class Mesh:
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
         # What replicas send counts for the data axis: without a context axis they are its ranks.
         self.replicas = self.data if sizes.context == 1 else _own_group(replicas_of(sizes), "data")
-        # The same groups as torch's DeviceMesh, for code that takes one.
-        grid = torch.arange(sizes.world_size).reshape([getattr(sizes, axis) for axis in AXES])
-        groups = list(self._groups.values())
-        self.device_mesh = DeviceMesh.from_group(groups, cluster.device.type, grid, mesh_dim_names=AXES)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in their place along `axis` only."""

@@ -22,7 +22,7 @@ microbatches. The loss is one number along pipeline and data, the norm for clipp
 ranks have different gradients. comm/cost.py says what each of a pattern's collectives sends.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -125,7 +125,9 @@ def _of_tensor(hybrid: HybridParallel) -> Traffic:
             passes.append(expected.of_recomputing(shape, parts))
         elif hybrid.sizes.recompute:
             passes += [expected.of_recomputing(shape, {p}) for p in parts if p.startswith("blocks.")]
-    gradients = expected.of_gradients(_replicated_numel(hybrid, hybrid.tensor.dims))
+    held, named = hybrid.trained_parameters(), hybrid.named_own_parameters().items()
+    undivided = [held[parameter].numel() for name, parameter in named if name not in hybrid.tensor.dims]
+    gradients = expected.of_gradients(sum(undivided))
     return sum(passes * hybrid.sizes.microbatches, _of_divided_experts(hybrid, expected) + gradients)
 
 
@@ -144,13 +146,6 @@ def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
     stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
     for stage in stages:
         yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
-
-
-def _replicated_numel(hybrid: HybridParallel, divided: Collection[str]) -> int:
-    """Return the number of elements that this rank trains of parameters that no tensor rank divides."""
-    held = hybrid.trained_parameters()
-    named = hybrid.named_own_parameters().items()
-    return sum(held[parameter].numel() for name, parameter in named if name not in divided)
 
 
 def _of_numbers(count: int, group: Group) -> Traffic:

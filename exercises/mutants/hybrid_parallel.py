@@ -166,6 +166,6 @@ mutant(
     "planner_recomputes_for_free",
     "The planner always recomputes: the second forward saves memory, and its time is not counted.",
     target="hybrid_parallel.planner.step_time.TimeModel.layer",
-    changes={"if sizes.recompute:\n    backward += forward": ""},
+    changes={" + sizes.recompute * forward[cause]": ""},
     killer=PLANNER_TIME + "test_recomputation_adds_a_third_to_the_layers",
 )

@@ -14,8 +14,9 @@ from hybrid_parallel.planner.search import best_by_division, choose, plans
 from hybrid_parallel.planner.shapes import num_parameters, shape_of
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.planner.table import describe, table_of
-from hybrid_parallel.sizes import Precision
 from lab.launch.errors import WorkbookError
+
+ROWS = 20  # of the table
 
 
 @dataclass
@@ -39,10 +40,6 @@ class Args:
     """Link between nodes, as a rate (400gbit) or a rate and the latency of a message (1gbit,1ms). With
     --device this, the link between ranks. None: that of the device's usual network; with --device this,
     messages take no time."""
-    precision: Precision | None = None
-    """Type of the numbers in which the model computes. None: bf16; with --device this, float32."""
-    rows: int = 20
-    """Number of rows of the table. Each shows the best plan of one division of the devices."""
 
 
 def main(args: Args) -> None:
@@ -63,8 +60,7 @@ def main(args: Args) -> None:
     if batch is None:
         batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
     given = {} if args.context is None else {"context": args.context}
-    precision = args.precision or ("float32" if is_here else "bf16")
-    found = plans(shape, machine, args.devices, batch, precision, given)
+    found = plans(shape, machine, args.devices, batch, "float32" if is_here else "bf16", given)
     best = choose(found)
     number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
     width = None if sys.stdout.isatty() else 160
@@ -72,7 +68,7 @@ def main(args: Args) -> None:
         f"{args.model}: {f'{number / 1e9:.3g} billion' if number >= 1e9 else f'{number / 1e6:.3g} million'} "
         f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} {where}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
-        table_of(best_by_division(found)[: args.rows], TimeModel(shape, machine, batch)),
+        table_of(best_by_division(found)[:ROWS], TimeModel(shape, machine, batch)),
         f"Choice: {best.sizes}; {describe(best.sizes)}.",
         sep="\n",
     )

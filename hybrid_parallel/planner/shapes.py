@@ -33,7 +33,6 @@ class ModelShape:
     vocab_size: int
     sequence_length: int
     num_kv_heads: int | None = None  # None: one for each query head
-    head_width: int | None = None  # None: the heads divide the width
     feed_forward_width: int | None = None  # None: four times the width
     gated: bool = False
     tied: bool = True
@@ -48,8 +47,8 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Return the width of all query heads together."""
-        return self.num_heads * (self.head_width or self.width // self.num_heads)
+        """Return the width of all query heads together, which divide the model's width."""
+        return self.width
 
     @property
     def kv_width(self) -> int:
@@ -187,7 +186,7 @@ def flops_per_token(shape: AnyShape, causal: bool = False) -> float:
 
 def _llama(layers: int, width: int, heads: int, inner: int) -> ModelShape:
     """Return a Llama 3: The Llama 3 Herd of Models, 2024, arXiv:2407.21783, table 3."""
-    return ModelShape(layers, width, heads, 128_256, 8192, 8, None, inner, gated=True, tied=False)
+    return ModelShape(layers, width, heads, 128_256, 8192, 8, inner, gated=True, tied=False)
 
 
 SHAPES = {

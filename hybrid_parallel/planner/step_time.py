@@ -25,7 +25,7 @@ one waits, so with s seconds of a step if each rank had a core, and w seconds of
 takes (s^4 + w^4)^(1/4): a little more than the longer of both.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 
 from comm import cost
@@ -51,6 +51,9 @@ SHARING = 4  # the power above: within 15% of a simulation of the cores' sharing
 COPIED_BYTES = 4  # a core reads and writes for each byte that a collective sends, as measured here
 ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 
+Pass = dict[str, float]
+"""Seconds of one microbatch in a layer by cause: of its forward, input gradient or weight gradient."""
+
 
 @dataclass(frozen=True)
 class Seconds:
@@ -69,23 +72,6 @@ class Seconds:
     @property
     def total(self) -> float:
         return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Holds the seconds of one layer's forward, input gradient or weight gradient, for one microbatch."""
-
-    compute: float  # recomputation included
-    tensor: float = 0.0  # waiting, as in Seconds
-    context: float = 0.0
-    experts: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(vars(self).values())
-
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Pass)))
 
 
 def collective(op: str, size: float, ranks: int, link: Link, pattern: str = "ring") -> float:
@@ -108,28 +94,30 @@ class TimeModel:
     def predict(self, sizes: ParallelSizes) -> Seconds:
         """Return the predicted seconds of a step of a plan."""
         m, passes, ends, share = sizes.microbatches, self.layer(sizes), self._ends(sizes), self.machine.share
+        waiting = {cause: sum(each[cause] for each in passes) for cause in passes[0]}
+        computing = waiting.pop("compute")
 
         def compute_of(rank: int) -> float:
             """Return the seconds of computing of a rank of the pipeline that has a core or a device."""
             own = ends[0] * (rank == 0) + ends[1] * has_head(sizes, rank)
-            return m * (layers_of(self.shape, sizes, rank) * sum(each.compute for each in passes) + 3 * own)
+            return m * (layers_of(self.shape, sizes, rank) * computing + 3 * own)
 
         slowest = max(fullest_ranks(sizes), key=compute_of)
         compute, layers = compute_of(slowest), layers_of(self.shape, sizes, slowest)
-        axes = ("tensor", "context", "experts")
-        idle = {axis: m * layers * sum(getattr(each, axis) for each in passes) for axis in axes}
+        idle = {axis: m * layers * seconds for axis, seconds in waiting.items()}
         idle |= {"bubble": self._bubble(sizes, passes, ends), "messages": self._messages(sizes)}
         if sizes.pipeline == 1:
             compute /= share
         elif share < 1:  # the cores are never idle while a rank can compute
             alone = compute + sum(idle.values())
-            work = self.shape.num_layers * sum(each.compute for each in passes) + 3 * sum(ends)
+            work = self.shape.num_layers * computing + 3 * sum(ends)
             compute = m * work / (sizes.pipeline * share)
             both = (alone**SHARING + compute**SHARING) ** (1 / SHARING)
             step = both if m > 1 else max(alone, compute)  # one alone has nothing to share its core with
             left = (step - compute) / sum(idle.values())
             idle = {cause: seconds * left for cause, seconds in idle.items()}
-        forward, *backward = (layers * (each.compute / share + each.total - each.compute) for each in passes)
+        totals = [(each["compute"], sum(each.values())) for each in passes]
+        forward, *backward = (layers * (own / share + total - own) for own, total in totals)
         parts = {
             "compute": compute,
             **idle,
@@ -142,11 +130,13 @@ class TimeModel:
     def layer(self, sizes: ParallelSizes) -> tuple[Pass, Pass, Pass]:
         """Return a layer's forward, input gradient (with recomputation) and weight gradient."""
         compute, tensor, experts = self._compute(sizes), self._tensor(sizes), self._experts(sizes)
-        forward, backward = (Pass(compute, tensor, context, experts) for context in self._context(sizes))
-        if sizes.recompute:
-            backward += forward
+        forward, backward = (
+            {"compute": compute, "tensor": tensor, "context": context, "experts": experts}
+            for context in self._context(sizes)
+        )
+        backward = {cause: seconds + sizes.recompute * forward[cause] for cause, seconds in backward.items()}
         added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to earlier microbatches' gradients
-        return forward, backward, Pass(compute + added)
+        return forward, backward, dict.fromkeys(forward, 0.0) | {"compute": compute + added}
 
     def _numbers(self, sizes: ParallelSizes) -> tuple[float, int]:
         """Return the tokens of a rank in a microbatch, and the bytes of a number that it computes."""
@@ -219,7 +209,7 @@ class TimeModel:
     def _bubble(self, sizes: ParallelSizes, passes: tuple[Pass, ...], ends: tuple[float, float]) -> float:
         """Return the idle seconds of the ranks of a pipeline, as if all were as fast as their mean."""
         p = sizes.pipeline
-        seconds = [(self.shape.num_layers * each.total + sum(ends)) / p for each in passes]
+        seconds = [(self.shape.num_layers * sum(each.values()) + sum(ends)) / p for each in passes]
         if sizes.schedule == "zb_v":  # its formula is for equal ones
             seconds = [sum(seconds) / 3] * 3
         idle = theory.idle(sizes.schedule, p, sizes.microbatches, sizes.chunks, *seconds)

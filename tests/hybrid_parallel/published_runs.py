@@ -188,7 +188,7 @@ RING = [
 def _experts(
     layers: int, tokens: int, gpus: int, p: int, context: int, expert_ranks: int, batch: int, seconds: float
 ) -> Run:
-    widths = {"num_kv_heads": 8, "head_width": 128, "feed_forward_width": 32_768}
+    widths = {"num_kv_heads": 8, "feed_forward_width": 32_768}
     kind = {"gated": True, "tied": True, "experts": 8, "active_experts": 2}
     shape, data = ModelShape(layers, 6144, 48, 131_072, tokens, **widths, **kind), gpus // (p * context * 4)
     axes = {"context": context, "expert_ranks": expert_ranks, "sequence_parallel": True}

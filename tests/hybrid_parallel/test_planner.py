@@ -153,7 +153,7 @@ def test_the_table_shows_the_choice_its_step_and_the_axes_that_a_plan_uses(capsy
     assert "Choice: 8 ranks" in said and str(best.sizes) in said and "the fastest that fits" in said
     used = TimeModel(LLAMA, H100, 64).utilisation(best.sizes, best.step_seconds, causal=True)
     assert f"{used:.1%}" in said and "experts" not in said
-    main(Args(model="mixtral-8x7b", devices=16, batch=64, rows=3))
+    main(Args(model="mixtral-8x7b", devices=16, batch=64))
     assert "tensor experts microbatches" in " ".join(capsys.readouterr().out.split())
 
 
