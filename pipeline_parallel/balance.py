@@ -2,9 +2,11 @@
 
 costs   4 1 1 2 2 2        a part costs its number of layers, or of parameters
 cut     4|1 1 2|2 2        the most expensive stage is as cheap as can be
+
+Counted in layers, what comes before and after a GPT's blocks costs nothing: it goes with the first and the
+last block.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -12,18 +14,11 @@ from typing import Literal
 
 from torch import nn
 
+from lab.launch.errors import WorkbookError
 from lab.models.parts import Part, as_sequential, parts_of
-from pipeline_parallel.stage import Stage, refuse_too_many
+from pipeline_parallel.stage import Stage
 
 Balance = Literal["layers", "parameters"]
-
-
-@dataclasses.dataclass
-class BalanceArgs:
-    """The option of scripts that cut a model by its costs."""
-
-    balance: Balance = "layers"
-    """Give the stages about equally many layers, or parameters."""
 
 
 def balanced_stages(
@@ -50,7 +45,10 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
     Every stage takes at least one part; WorkbookError if there are too few.
     """
     n = len(costs)
-    refuse_too_many(stages, n)
+    if stages > n:
+        raise WorkbookError(
+            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or --chunks, or more --layers."
+        )
     until = [0.0, *accumulate(costs)]
 
     @cache

@@ -16,6 +16,7 @@ from lab.launch.errors import WorkbookError
 from lab.trace import timeline
 from lab.trace.makespan import figures_of
 from lab.trace.memory import saved_activations
+from pipeline_parallel.balance import Balance
 from pipeline_parallel.own_stages import OwnStages
 from training.run import Run
 from training.validate import tick_seconds
@@ -33,6 +34,8 @@ class Args(training.arguments.Args):
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     layers: int = 8
     """Number of the GPT's blocks, whatever its --size."""
+    balance: Balance = "layers"
+    """Give the stages about equally many layers, or parameters."""
     recompute: bool = False
     """Keep only the input of each stage, and compute the stage's forward again in the backward."""
     metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None

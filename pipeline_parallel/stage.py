@@ -4,8 +4,7 @@
       stages   |------- 0 --------|-- 1 ---|-- 2 ---|--------- 3 --------|
 
 A stage keeps its modules under the names that they have in the full model, so checkpoints, gradients and
-comparisons find its parameters under the same names. `stages_of` gives the stages equally many parts. What
-comes before and after a GPT's blocks goes with the first and the last block.
+comparisons find its parameters under the same names. balance.py cuts a model into stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from lab.launch.errors import WorkbookError
-from lab.models.parts import Part, as_sequential, parts_of
+from lab.models.parts import Part
 from lab.trace.device_clock import DeviceClock, Later
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -69,28 +67,3 @@ class Stage(nn.Module):
         held = {name: tensor.to("meta") for name, tensor in (*self.named_parameters(), *self.named_buffers())}
         with torch.no_grad():
             return functional_call(self, held, (x.to("meta"),))  # type: ignore[no-any-return]
-
-
-def stages_of(model: nn.Module | Sequence[nn.Module], stages: int) -> list[Stage]:
-    """Return the model cut into that many stages, which have equally many of its blocks or layers, or nearly.
-
-    A list of modules is their nn.Sequential. WorkbookError if there are more stages than layers.
-    """
-    model = as_sequential(model)
-    of_stage: list[list[Part]] = [[] for _ in range(stages)]
-    parts, before = parts_of(model), 0
-    total = sum(part.layers for part in parts)
-    refuse_too_many(stages, total)
-    for part in parts:
-        of_stage[min(stages - 1, before * stages // total)].append(part)
-        before += part.layers
-    return [Stage(model, each) for each in of_stage]
-
-
-def refuse_too_many(stages: int, parts: int) -> None:
-    """Raise WorkbookError if a stage would have no part."""
-    if stages > parts:
-        raise WorkbookError(
-            f"{parts} parts cannot be cut into {stages} stages: take fewer ranks or --chunks, or more "
-            "--layers."
-        )

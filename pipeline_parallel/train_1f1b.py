@@ -27,24 +27,16 @@ Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 202
 https://arxiv.org/abs/2006.09503.
 """
 
-import dataclasses
-
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import BalanceArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
-@dataclasses.dataclass
-class BalancedArgs(BalanceArgs, Args):
-    """Train a small GPT, cut into stages, on the source of Python's standard library."""
-
-
-def main(cluster: Cluster, args: BalancedArgs) -> None:
+def main(cluster: Cluster, args: Args) -> None:
     run, model, options = begin(cluster, args, "pipeline_1f1b")
     p, m = cluster.world_size, args.microbatches
     pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, balance=args.balance, **options)
@@ -66,4 +58,4 @@ def main(cluster: Cluster, args: BalancedArgs) -> None:
 
 
 if __name__ == "__main__":
-    start(main, BalancedArgs)
+    start(main, Args)

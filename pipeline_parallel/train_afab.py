@@ -13,7 +13,7 @@ m p (f + b).
       traffic       m activations to the next rank, m gradients to the one before
 
 Each loss is divided by m, and gradients add up over the microbatches, so a step is that of one process on
-the full batch. `AllForwardAllBackward.step` is all of it, written by hand. stage.py cuts the model, and
+the full batch. `AllForwardAllBackward.step` is all of it, written by hand. balance.py cuts the model, and
 own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the full state.
 Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
@@ -26,9 +26,9 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
-from pipeline_parallel.stage import stages_of
 
 
 class AllForwardAllBackward(OwnStages):
@@ -80,7 +80,7 @@ class AllForwardAllBackward(OwnStages):
 def main(cluster: Cluster, args: Args) -> None:
     run, model, options = begin(cluster, args, "pipeline_afab")
     p, m = cluster.world_size, args.microbatches
-    pipeline = AllForwardAllBackward(stages_of(model, p), m, loss_of, **options)
+    pipeline = AllForwardAllBackward(balanced_stages(model, p, args.balance), m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):

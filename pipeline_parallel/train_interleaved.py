@@ -35,14 +35,13 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import BalanceArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
-class InterleavedArgs(BalanceArgs, Args):
+class InterleavedArgs(Args):
     """Train a small GPT, cut into several stages per rank, on the source of Python's standard library."""
 
     chunks: int = 2

@@ -18,7 +18,7 @@ The batch is divided into microbatches, and each one waits until the one before 
 only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next lesson,
 train_afab.py, lets the ranks work at the same time.
 
-`ModelParallel.step` is all of it, written by hand. stage.py cuts the model, and own_stages.py has what any
+`ModelParallel.step` is all of it, written by hand. balance.py cuts the model, and own_stages.py has what any
 pipeline needs around a step: shapes, tied weights, evaluation, the full state.
 Source: Huang et al., "GPipe", 2019, figure 2b, https://arxiv.org/abs/1811.06965.
 """
@@ -31,9 +31,9 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
-from pipeline_parallel.stage import stages_of
 
 
 class ModelParallel(OwnStages):
@@ -80,7 +80,7 @@ class ModelParallel(OwnStages):
 def main(cluster: Cluster, args: Args) -> None:
     run, model, options = begin(cluster, args, "pipeline_model_parallel")
     p, m = cluster.world_size, args.microbatches
-    pipeline = ModelParallel(stages_of(model, p), m, loss_of, **options)
+    pipeline = ModelParallel(balanced_stages(model, p, args.balance), m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):

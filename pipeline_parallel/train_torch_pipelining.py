@@ -52,7 +52,7 @@ from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from pipeline_parallel import script
 from pipeline_parallel.actions import placement
-from pipeline_parallel.balance import BalanceArgs, balanced_stages
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.script import begin, on_all_ranks
@@ -113,7 +113,7 @@ class TorchSchedule:
 
 
 @dataclasses.dataclass
-class Args(BalanceArgs, script.Args):
+class Args(script.Args):
     """Train with PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"

@@ -33,14 +33,13 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import BalanceArgs
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import zb_h1, zb_v
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
 @dataclasses.dataclass
-class ZeroBubbleArgs(BalanceArgs, Args):
+class ZeroBubbleArgs(Args):
     """Train a small GPT, cut into stages with split backwards, on the source of Python's standard library."""
 
     schedule: Literal["zb_h1", "zb_v"] = "zb_h1"

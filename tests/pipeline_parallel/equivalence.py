@@ -15,10 +15,10 @@ from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER
 from pipeline_parallel.actions import Table, num_microbatches, placement
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from pipeline_parallel.stage import stages_of
 
 RTOL, LEARNING_RATE = 1e-9, 0.3
 VOCABULARY, TIME = 13, 5
@@ -137,7 +137,7 @@ def compare_with_one_process(
     pipeline: Any = (
         Pipeline(model, table, loss_of, example, **options)
         if by_hand is None
-        else by_hand(stages_of(model, len(rank_of)), microbatches, loss_of, example, **options)
+        else by_hand(balanced_stages(model, len(rank_of)), microbatches, loss_of, example, **options)
     )
     del model
     own = pipeline.named_own_parameters()

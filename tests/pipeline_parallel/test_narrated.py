@@ -8,9 +8,9 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace import timeline
 from pipeline_parallel.actions import table_text
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
-from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 
@@ -40,7 +40,9 @@ def test_model_parallel_equals_one_process():
 
     def work(cluster: Cluster) -> None:
         # Each rank takes one layer as its stage. The batch travels in two microbatches of two examples.
-        lesson = ModelParallel(stages_of(model, 3), microbatches=2, loss_of=cross_entropy, example=x[:2])
+        lesson = ModelParallel(
+            balanced_stages(model, 3), microbatches=2, loss_of=cross_entropy, example=x[:2]
+        )
 
         # The first rank uses x, the last one y. Activations go down the ranks, gradients come back.
         loss = lesson.step(x, y)
@@ -65,7 +67,7 @@ def test_gpipe_by_hand_equals_one_process():
         # The pipeline takes it in six microbatches of two, all forward and then all backward. While rank 3 is
         # at the first one, ranks 2, 1 and 0 are at the second, third and fourth.
         lesson = AllForwardAllBackward(
-            stages_of(model, 4), microbatches=6, loss_of=cross_entropy, example=x[:2]
+            balanced_stages(model, 4), microbatches=6, loss_of=cross_entropy, example=x[:2]
         )
 
         # Note the order of the actions, as a timeline does.

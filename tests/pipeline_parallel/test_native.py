@@ -11,9 +11,9 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.ranks import forked, run_ranks
 from pipeline_parallel.actions import placement
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_torch_pipelining import TorchSchedule
 from tests.pipeline_parallel.equivalence import (
     RTOL,
@@ -39,7 +39,7 @@ def compare_with_one_process(
     what = f"{name}, {type(reference).__name__} on {cluster.world_size} ranks"
     rank_of = placement(table_of(name, cluster.world_size, microbatches))
     own = OwnStages(
-        stages_of(make(), len(rank_of)), microbatches, loss_of, x[: len(x) // microbatches], rank_of
+        balanced_stages(make(), len(rank_of)), microbatches, loss_of, x[: len(x) // microbatches], rank_of
     )
     expected = loss_of(reference(x), y)
     expected.backward()
@@ -69,7 +69,9 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
             ("interleaved", 7, "of the number of rounds"),
         ):
             (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
-            own = OwnStages(stages_of(gpt(num_layers=6), len(rank_of)), microbatches, loss_of, x[:1], rank_of)
+            own = OwnStages(
+                balanced_stages(gpt(num_layers=6), len(rank_of)), microbatches, loss_of, x[:1], rank_of
+            )
             with pytest.raises(WorkbookError, match=sentence) as refusal:
                 TorchSchedule(own, name)
             assert "\n" not in str(refusal.value)

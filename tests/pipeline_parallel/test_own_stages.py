@@ -11,9 +11,9 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
+from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
-from pipeline_parallel.stage import stages_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from tests.pipeline_parallel.equivalence import gpt, mlp, text, vectors
 from training.evaluation import evaluating
@@ -80,7 +80,7 @@ def test_a_step_after_the_tied_gradients_were_added_up_is_refused():
         x, y = text(4)
         for make in (Pipeline, AllForwardAllBackward):
             model = gpt(num_layers=2)
-            how = (model, one_f_one_b(2, 2)) if make is Pipeline else (stages_of(model, 2), 2)
+            how = (model, one_f_one_b(2, 2)) if make is Pipeline else (balanced_stages(model, 2), 2)
             pipeline = make(*how, loss_of, x[:2])
             pipeline.step(x, y)
             pipeline.finish_gradient_sync()
