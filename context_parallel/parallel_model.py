@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import training.arguments
@@ -22,10 +21,11 @@ from comm.collectives import Group, broadcast
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import Cut, Part, SequenceCut, documents_of
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, Attention
+from lab.models.model import GPT, Attention, loss_of
 from training.arguments import NotOffered, Size
 from training.evaluation import sums_of
 from training.gradients import average_gradients
+from training.valid_targets import count_valid
 
 MAX_LENGTH = 1 << 20  # tokens
 
@@ -128,13 +128,14 @@ class ContextParallel(nn.Module):
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-        """Return this rank's cross entropy in nats: the mean over ranks is the mean over all tokens.
+        """Return this rank's cross entropy in nats: the mean over ranks is the mean over all valid targets.
 
-        A rank that has more tokens than others counts more, so the sum is divided by the mean number of
-        tokens.
+        A rank that has more of them than others counts more, so the sum is divided by the mean number of
+        valid targets. All ranks have all targets, so nothing has to be sent for it.
         """
-        own, mean_tokens = self.own(targets_bt), targets_bt.numel() / dist.get_world_size(self.group)
-        return F.cross_entropy(logits_btv.flatten(0, 1), own.flatten(), reduction="sum") / mean_tokens
+        own = self.own(targets_bt)
+        num_targets = count_valid(targets_bt) / dist.get_world_size(self.group)
+        return loss_of(logits_btv, own, num_targets)
 
     def finish_gradient_sync(self) -> None:
         """Take the mean of each gradient over the ranks, all in one all-reduce."""

@@ -88,7 +88,7 @@ def main(cluster: Cluster, args: Args) -> None:
             x, y = run.batch(step)
             with run.step() as record:
                 with span("forward", "forward"):
-                    loss = loss_of(model(x), y)
+                    loss = loss_of(model(x), y, run.valid_targets(y))
                 optimizer.zero_grad()
                 with span("backward", "backward"):
                     loss.backward()

@@ -42,16 +42,16 @@ class Args(AccumulationArgs):
     """Number of microbatches in a step: their gradients add up, and are reduced once."""
 
 
-def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]], num_targets: float) -> Tensor:
     """Add up the gradients of a step's microbatches in the parameters, and return the loss of all of them.
 
-    A microbatch is a pair (x, y), and all are equal in size. The loss is the mean over all examples, and the
+    A microbatch is a pair (x, y). The loss is the mean over the step's `num_targets` valid targets, and the
     gradients are those of this loss. It has no graph.
     """
     total = torch.zeros((), device=parts[0][0].device)
     for x, y in parts:
         with span("forward", "forward"):
-            loss = loss_of(model(x), y) / len(parts)
+            loss = loss_of(model(x), y, num_targets)
         with span("backward", "backward"):
             loss.backward()
         total += loss.detach()
@@ -64,10 +64,11 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = run.optimizer(model)
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
-            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            x, y = run.batch(step)
+            parts = microbatches(x, y, args.grad_acc_steps)
             with run.step() as record:
                 optimizer.zero_grad()
-                total = accumulate(model, parts)
+                total = accumulate(model, parts, run.valid_targets(y))
                 model.finish_gradient_sync()
                 with span("step", "optimizer"):
                     optimizer.step()

@@ -291,7 +291,7 @@ def main(cluster: Cluster, args: Args) -> None:
             with run.step() as record:
                 optimizer.zero_grad()
                 with span("forward", "forward"):
-                    loss = balanced = loss_of(model(x), y)
+                    loss = balanced = loss_of(model(x), y, run.valid_targets(y))
                     if args.balance == "aux":
                         balanced = loss + args.aux_weight * model.auxiliary_loss()
                 with span("backward", "backward"):

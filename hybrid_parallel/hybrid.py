@@ -48,6 +48,7 @@ from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard, part_of, shards_of
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
+from training.valid_targets import count_valid, valid_targets
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
@@ -83,7 +84,7 @@ class HybridParallel(nn.Module):
         if experts is not None:
             add_experts(model, experts, self.experts, sizes.microbatches, sizes.pattern)
         self.tensor = parallelize(model, mesh.tensor, sizes.sequence_parallel) if sizes.tensor > 1 else None
-        self.loss_of: Callable[[Tensor, Tensor], Tensor] = self.tensor.loss if self.tensor else loss_of
+        self.loss_of: Callable[..., Tensor] = self.tensor.loss if self.tensor else loss_of
         self.pipeline: Pipeline | None = None
         self.module: nn.Module = self.tensor or model
         self.context = (
@@ -125,11 +126,16 @@ class HybridParallel(nn.Module):
             self.data = None
         self.optimizer = optimizer_class(self.module.parameters(), **options)
 
-    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+    def valid_targets(self, y: Tensor) -> float:
+        """Return the mean over replicas of the number of valid targets; all ranks call it."""
+        return valid_targets(self.own_tokens(y), self.mesh.replicas, self.pattern)
+
+    def backward(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> Tensor:
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
         With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
-        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`.
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. If targets
+        are ignored (-100), give `num_targets=valid_targets(y)`; WorkbookError without it.
         """
         # Gradients that are complete must not be completed again.
         if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
@@ -139,8 +145,14 @@ class HybridParallel(nn.Module):
         for layer in layers_of(self.module):
             layer.forget()
         x, y = self.own_tokens(x), self.own_tokens(y)
+        if num_targets is None and (num_targets := count_valid(y)) < y.numel():
+            raise WorkbookError(
+                "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
+                "backward(x, y, hybrid.valid_targets(y))."
+            )
         with self.in_precision():
-            loss = self._through_stages(x, y) if self.pipeline else self._in_one_stage(x, y)
+            through = self._through_stages if self.pipeline else self._in_one_stage
+            loss = through(x, y, num_targets)
         self.finish_gradient_sync()
         return loss
 
@@ -177,22 +189,22 @@ class HybridParallel(nn.Module):
         uncounted = {tensor for parameter, tensor in trained.items() if parameter in uncounted}
         return clip_grad_norm_(trained.values(), max_norm, groups, self.pattern, uncounted, self.device)
 
-    def _in_one_stage(self, x: Tensor, y: Tensor) -> Tensor:
+    def _in_one_stage(self, x: Tensor, y: Tensor, num_targets: float) -> Tensor:
         parts = microbatches(x, y, self.sizes.microbatches)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for i, (part, targets) in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else self._no_sync():
                 with span("forward", "forward"):
-                    loss = self.loss_of(self.module(part), targets) / len(parts)
+                    loss = self.loss_of(self.module(part), targets, num_targets)
                 with span("backward", "backward"):
                     loss.backward()
             total += loss.detach()
         return total
 
-    def _through_stages(self, x: Tensor, y: Tensor) -> Tensor:
+    def _through_stages(self, x: Tensor, y: Tensor, num_targets: float) -> Tensor:
         assert self.pipeline is not None
         with self._no_sync():
-            loss = self.pipeline.step(x, y)
+            loss = self.pipeline.step(x, y, num_targets)
         return torch.zeros((), dtype=torch.float64, device=x.device) if loss is None else loss.double()
 
     def in_precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -268,7 +280,7 @@ class HybridParallel(nn.Module):
         is_first = self.mesh.coordinate("tensor") == 0
         if self.tensor is None or isinstance(self.plain, MLP):  # each tensor rank has all outputs of an MLP
             return sums_of(logits, y, counts) if is_first else None
-        loss = self.tensor.loss(logits, y).double() * y.numel()
+        loss = self.tensor.loss(logits, y, num_targets=1).double()  # the sum
         return torch.stack([loss, torch.zeros_like(loss)]) if is_first else None
 
     def gathered(self) -> contextlib.AbstractContextManager[Any]:

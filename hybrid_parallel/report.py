@@ -27,13 +27,13 @@ from training.run import Run
 class AxesReport:
     """Keeps what this rank should send along each axis in the steps of a run, for the rows of its report."""
 
-    def __init__(self, run: Run, hybrid: HybridParallel, is_clipped: bool) -> None:
-        self._run, self._hybrid, self._is_clipped = run, hybrid, is_clipped
+    def __init__(self, run: Run, hybrid: HybridParallel, is_clipped: bool, counts_targets: bool) -> None:
+        self._run, self._hybrid, self._how = run, hybrid, (is_clipped, counts_targets)
         self._expected: ByAxis = dict.fromkeys(AXES, Traffic())
 
     def expect_step(self) -> None:
         """Add what this rank should send in a step such as the last one."""
-        for axis, traffic in traffic_of_axes(self._hybrid, self._is_clipped).items():
+        for axis, traffic in traffic_of_axes(self._hybrid, *self._how).items():
             self._expected[axis] += traffic
             self._run.expect_traffic(traffic, has_mean_loss=True)
 

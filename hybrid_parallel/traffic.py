@@ -42,13 +42,18 @@ ByAxis = dict[str, Traffic]
 AXES = (*mesh.AXES, "expert")
 
 
-def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
-    """Return what this rank sends along each axis in a step such as the last one."""
+def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bool = False) -> ByAxis:
+    """Return what this rank sends along each axis in a step such as the last one.
+
+    With `counts_targets` replicas tell each other how many valid targets they have.
+    """
     groups = hybrid.mesh
     numbers = 1 + is_clipped  # the loss, the norm
     by_axis = {
         "pipeline": _of_numbers(numbers, groups.pipeline),
-        "data": _of_data(hybrid, is_clipped) + _of_counts(hybrid) + _of_numbers(1, groups.replicas),
+        "data": _of_data(hybrid, is_clipped)
+        + _of_counts(hybrid)
+        + _of_numbers(1 + counts_targets, groups.replicas),
         "context": _of_context(hybrid),
         "expert": Traffic(),
         "tensor": _of_tensor(hybrid) + _of_numbers(is_clipped, groups.tensor),

@@ -54,7 +54,7 @@ def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, Hybri
     experts = None if moe is None else Experts(moe, args.aux_weight, args.seed)
     mesh = Mesh(cluster, sizes)
     hybrid = HybridParallel(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
-    sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None))
+    sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None, args.ignore_first > 0))
     if cluster.is_main and not args.json:
         print("\n".join([drawn(sizes), "", sent]), flush=True)
     return run, hybrid
@@ -73,14 +73,14 @@ def train(
     **more_rows: Any,
 ) -> None:
     """Train to the end, from the last checkpoint if the arguments say so, and report."""
-    axes = AxesReport(run, hybrid, args.clip is not None)
+    axes = AxesReport(run, hybrid, args.clip is not None, args.ignore_first > 0)
     with run.checkpointing(hybrid, hybrid.optimizer) as first:
         for step in range(first, args.steps):
             before_step(step)
             x, y = run.batch(step)
             with run.step() as record:
                 hybrid.optimizer.zero_grad()
-                loss = hybrid.backward(x, y)
+                loss = hybrid.backward(x, y, hybrid.valid_targets(y) if args.ignore_first else None)
                 if args.clip is not None:
                     hybrid.clip_grad_norm_(args.clip)
                 with span("step", "optimizer"):

@@ -27,6 +27,7 @@ from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
 from training.checkpoint import Shard, shards_of
 from training.evaluation import Sums, sums_of
+from training.valid_targets import count_valid
 
 
 class OwnStages(nn.Module):
@@ -58,6 +59,7 @@ class OwnStages(nn.Module):
         own = {s: stage for s, stage in enumerate(stages) if self.rank_of[s] == self.rank}
         self.stages = nn.ModuleDict({str(s): stage for s, stage in own.items()})
         stages[-1].loss_of = loss_of
+        self.has_loss = self.rank_of[self.last] == self.rank
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
@@ -112,8 +114,12 @@ class OwnStages(nn.Module):
                 copy.grad = gradient.add_(theirs)
         self._is_complete = True
 
-    def begin_step(self, x: Tensor, y: Tensor) -> None:
-        """Validate a batch, and refuse a step after the tied gradients were added up."""
+    def begin_step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> None:
+        """Validate a batch, and refuse a step after the tied gradients were added up.
+
+        Then `shares` has each microbatch's share of the loss: of the `num_targets` valid targets of the
+        step, or by default of those in y (training/valid_targets.py).
+        """
         rows = self.microbatches * len(self.boundaries[0])
         if len(x) != rows or len(y) != rows:
             raise WorkbookError(
@@ -125,6 +131,9 @@ class OwnStages(nn.Module):
                 "finish_gradient_sync() has added up gradients that two stages share: call zero_grad() first."
             )
         self._is_complete = False
+        counts = [count_valid(part) for part in y.chunk(self.microbatches)] if self.has_loss else []
+        self.num_targets = num_targets or max(1, sum(counts))
+        self.shares = [count / self.num_targets for count in counts]
 
     def room_for(self, boundary: int) -> Tensor:
         """Return memory for a boundary's activation or its gradient, which are sent contiguous."""

@@ -71,7 +71,7 @@ class Pipeline(OwnStages):
     options are those of OwnStages.
 
     Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
-    stages send are single tensors. The loss is the mean of the microbatches' means, and BatchNorm sees one
+    stages send are single tensors. The loss is a mean over all valid targets, and BatchNorm sees one
     microbatch at a time. Gradients are complete after `finish_gradient_sync`, on the ranks that have the
     parameters: clip them with this class's own `clip_grad_norm_`.
     """
@@ -102,13 +102,14 @@ class Pipeline(OwnStages):
         self.arriving: dict[Message, tuple[Tensor, Any]] = {}
         self.leaving: dict[Message, Any] = {}
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> Tensor | None:
         """Do the forward and the backward of all microbatches, and add to the parameters' gradients.
 
         Return the mean loss on the rank of the last stage, None on the others. `x` is the full batch, which
-        the rank of the first stage uses, and `y` its targets, for the rank of the last one.
+        the rank of the first stage uses, and `y` its targets, for the rank of the last one. Pipelines that
+        share a step give the same `num_targets` (training/valid_targets.py).
         """
-        self.begin_step(x, y)
+        self.begin_step(x, y, num_targets)
         xs, ys, losses = x.chunk(self.microbatches), y.chunk(self.microbatches), []
         for action, receives in zip(self.row, self.receives, strict=True):
             for message in receives:
@@ -150,7 +151,7 @@ class Pipeline(OwnStages):
         later = self.later[microbatch, stage] = []
         y = self.stages[str(stage)](x, target, later if self.is_split else None)
         if target is not None:
-            y = y / self.microbatches
+            y = y * self.shares[microbatch]
         self.kept[microbatch, stage] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 

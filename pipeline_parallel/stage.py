@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lab.models.parts import Part
 from lab.trace.device_clock import DeviceClock, Later
+from training.valid_targets import is_valid
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,7 +59,8 @@ class Stage(nn.Module):
                 x = part.forward(self, x)
         if target is not None:
             assert self.loss_of is not None, "only the last stage has a loss"
-            return self.loss_of(x, target)
+            # The mean over no target at all is not a number.
+            return torch.where(is_valid(target).any(), self.loss_of(x, target), 0)
         # Under torch.autocast the next stage still gets the dtype that it expects.
         return x if self.output is None else x.to(self.output.dtype)
 

@@ -12,9 +12,9 @@ m p (f + b).
       activations   all m microbatches: each forward is done before the first backward (naive: 1 microbatch)
       traffic       m activations to the next rank, m gradients to the one before
 
-Each loss is divided by m, and gradients add up over the microbatches, so a step is that of one process on
-the full batch. `AllForwardAllBackward.step` is all of it, written by hand. balance.py cuts the model, and
-own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the full state.
+A loss is multiplied by its microbatch's share of the targets, 1/m, and gradients add up over microbatches, so
+a step is that of one process. `AllForwardAllBackward.step` is all of it, written by hand. balance.py cuts the
+model; own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the state.
 Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
 
@@ -53,7 +53,7 @@ class AllForwardAllBackward(OwnStages):
                 recv(given, rank - 1)
                 given.requires_grad_()  # its gradient will be sent to the rank before
             with span(str(i), "forward", action="F", microbatch=i, stage=rank):
-                made = stage(given, y_i) / m if is_last else stage(given)
+                made = stage(given, y_i) * self.shares[i] if is_last else stage(given)
             if is_last:
                 losses.append(made.detach())
             else:  # send, and go on with the next microbatch

@@ -56,9 +56,9 @@ class ModelParallel(OwnStages):
                 recv(given, rank - 1)
                 given.requires_grad_()
 
-            # Forward. The mean over the batch is the mean over the microbatches' means.
+            # Forward. A microbatch has a share of the loss: 1/m, or less if some of its targets are ignored.
             with span(str(i), "forward", action="F", microbatch=i, stage=rank):
-                made = stage(given, y_i) / m if is_last else stage(given)
+                made = stage(given, y_i) * self.shares[i] if is_last else stage(given)
 
             # Send, and receive the gradient of what was sent. Meanwhile the ranks after this one work.
             gradient = None

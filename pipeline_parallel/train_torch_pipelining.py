@@ -79,7 +79,7 @@ class TorchSchedule:
         stages = [self._stage(int(index)) for index in own.stages]
 
         def share_of_loss(y: Tensor, target: Tensor) -> Tensor:
-            return loss_of(y, target) / own.microbatches
+            return loss_of(y, target, own.num_targets)
 
         try:
             # Without scale_grads: it would divide a gradient once for each stage that holds the weight.

@@ -32,14 +32,20 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     group: Group = None,
     ignore_index: int = -100,
+    num_targets: float | None = None,
 ) -> Tensor:
     """Return the mean over all tokens that are not ignored, as F.cross_entropy does; a scalar, on every rank.
 
-    `vocab_size` is the size of the vocabulary without padding. By default there is no padding.
+    `vocab_size` is the size of the vocabulary without padding. By default there is no padding. With
+    `num_targets` the sum is divided by that number, as in `loss_of` (lab/models/model.py).
     """
     v = logits_tv.shape[-1]
     vocab_size = v * dist.get_world_size(group) if vocab_size is None else vocab_size
-    return _CrossEntropy.apply(logits_tv.reshape(-1, v), targets_t.flatten(), vocab_size, group, ignore_index)
+    targets_t = targets_t.flatten()
+    num_targets = (targets_t != ignore_index).sum() if num_targets is None else num_targets
+    return _CrossEntropy.apply(
+        logits_tv.reshape(-1, v), targets_t, vocab_size, group, ignore_index, num_targets
+    )
 
 
 class _CrossEntropy(Function):
@@ -47,7 +53,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_tv: Tensor, targets: Tensor, vocab_size: int, group: Group, ignore: int
+        ctx: Any, logits_tv: Tensor, targets: Tensor, vocab_size: int, group: Group, ignore: int, number: Any
     ) -> Tensor:
         v, pattern = logits_tv.shape[-1], chosen_pattern("all_reduce", group)
         counts = targets != ignore
@@ -69,16 +75,16 @@ class _CrossEntropy(Function):
 
         losses = total.log() + largest - at_target
         ctx.save_for_backward(exps_tv, total, rows, is_own, counts)
-        ctx.dtype = logits_tv.dtype
-        return losses.where(counts, 0).sum() / counts.sum()
+        ctx.dtype, ctx.number = logits_tv.dtype, number
+        return losses.where(counts, 0).sum() / number
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         # The gradient of a logit is its probability, and 1 less at the target. Nothing has to be sent.
         exps_tv, total, rows, is_own, counts = ctx.saved_tensors
-        weight = (grad / counts.sum()).where(counts, 0).unsqueeze(-1)
+        weight = (grad / ctx.number).where(counts, 0).unsqueeze(-1)
         grad_tv = exps_tv * (weight / total.unsqueeze(-1))
         hits = -weight * is_own.unsqueeze(-1)
         grad_tv.scatter_add_(-1, rows.unsqueeze(-1), hits.to(grad_tv.dtype))
-        return grad_tv.to(ctx.dtype), None, None, None, None
+        return grad_tv.to(ctx.dtype), None, None, None, None, None

@@ -130,11 +130,12 @@ class TensorParallel(nn.Module):
         # Under a causal mask, tokens at the end change nothing before them.
         return self.module(F.pad(x, (0, -time % dist.get_world_size(self.group))))[:, :time]
 
-    def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-        """Return the cross entropy in nats, the mean over all targets; the same on every rank."""
+    def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
+        """Return the cross entropy in nats, as `loss_of`; the same on every rank."""
         if not isinstance(self.module, GPT):
-            return loss_of(logits_btv, targets_bt)  # of an MLP's full output
-        return vocab_parallel_cross_entropy(logits_btv, targets_bt, self.module.config.vocab_size, self.group)
+            return loss_of(logits_btv, targets_bt, num_targets)  # of an MLP's full output
+        size = self.module.config.vocab_size
+        return vocab_parallel_cross_entropy(logits_btv, targets_bt, size, self.group, num_targets=num_targets)
 
     def with_own_tokens_only(self) -> list[nn.Parameter]:
         """Return the replicated parameters whose gradient covers only this rank's tokens."""
@@ -158,7 +159,7 @@ class TensorParallel(nn.Module):
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
-        loss = self.loss(self(x), y).double() * y.numel()
+        loss = self.loss(self(x), y, num_targets=1).double()  # the sum
         return torch.stack([loss, torch.zeros_like(loss)]) if dist.get_rank(self.group) == 0 else None
 
     def full_state_dict(self) -> dict[str, Tensor]:

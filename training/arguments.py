@@ -49,6 +49,9 @@ class TrainArgs:
     metronome: str | None = None
     """Replace computing by a clock: a layer's forward takes this time, such as 20ms or 1.5s, and its backward
     twice that. Nothing is trained. Communication stays real."""
+    ignore_first: int = 0
+    """Do not train on the first targets of each window of text, as of a prompt: from none to this number of
+    them, another number for each window. Ranks then have unequal numbers of targets that count."""
     eval_every: int = 0
     """Number of steps between two computations of the loss on held-out data. 0: only after the last step."""
     checkpoint: str | None = None

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from lab.models.digits import load_digits
+from lab.models.model import IGNORED
 from lab.models.text import global_batch, load_corpus, split
+from training.valid_targets import count_valid
 
 VALIDATION_BATCHES = 4  # of text
 
@@ -29,8 +31,11 @@ VALIDATION_BATCHES = 4  # of text
 class TrainingData:
     """The data of `model`, "gpt", "baby_cnn" or "mlp", in batches of `batch_size` examples over all ranks."""
 
-    def __init__(self, model: str, batch_size: int, seed: int, block_size: int) -> None:
+    def __init__(
+        self, model: str, batch_size: int, seed: int, block_size: int, ignore_first: int = 0
+    ) -> None:
         self._batch_size, self._seed, self._block_size = batch_size, seed, block_size
+        self._ignore_first = ignore_first  # targets of a window, at most
         self._is_text = model == "gpt"
         self.everything: Tensor  # the ranks compare it before the first step
         if self._is_text:
@@ -48,14 +53,22 @@ class TrainingData:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the global batch (x, y) of a step."""
         if self._is_text:
-            return global_batch(self._corpus, self._seed, step, self._batch_size, self._block_size)
+            x, y = global_batch(self._corpus, self._seed, step, self._batch_size, self._block_size)
+            return x, self._without_prompts(y, step)
         chosen = np.random.default_rng((self._seed, step)).integers(len(self._images), size=self._batch_size)
         return self._images[chosen], self._labels[chosen]
 
+    def _without_prompts(self, y_bt: Tensor, step: int) -> Tensor:
+        """Return the targets without the first ones of each window; how many, is drawn for each window."""
+        if not self._ignore_first:
+            return y_bt
+        drawn = np.random.default_rng((self._seed, step, 1)).integers(self._ignore_first + 1, size=len(y_bt))
+        return y_bt.masked_fill(torch.arange(y_bt.shape[1]) < torch.from_numpy(drawn)[:, None], IGNORED)
+
     @property
     def held_out_tokens(self) -> int:
-        """Return the tokens of all held-out batches; for digits, the images."""
-        return VALIDATION_BATCHES * self.tokens_per_step if self._is_text else len(self._held_out_images)
+        """Return the valid targets of all held-out batches; for digits, the images."""
+        return sum(count_valid(y[counts]) for _, y, counts in self.held_out())
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield global batches (x, y, counts) that are not trained on, the same for each seed.
@@ -70,7 +83,8 @@ class TrainingData:
             starts = torch.arange(number) * (len(corpus) - size - 1) // number
             for some in starts.split(self._batch_size):
                 windows = some[:, None] + torch.arange(size)
-                yield corpus[windows].long(), corpus[windows + 1].long(), some >= 0  # all count
+                y = self._without_prompts(corpus[windows + 1].long(), int(some[0]))
+                yield corpus[windows].long(), y, some >= 0  # all count
         else:
             images, labels = self._held_out_images, self._held_out_labels
             number = -(-len(images) // self._batch_size) * self._batch_size

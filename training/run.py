@@ -62,6 +62,7 @@ from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
 from training.predict import median_step_seconds
 from training.report import overlap_figures, pattern_and_transport, replica_digests
+from training.valid_targets import valid_targets
 from training.validate import refuse_if, tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
@@ -106,7 +107,9 @@ class Run:
         own = {"num_layers": getattr(args, "layers", None), "block_size": getattr(args, "length", None)}
         own = {name: size for name, size in own.items() if size is not None}
         self._config = GPTConfig.named(args.size, **own)  # of other models, only the width counts
-        self._data = TrainingData(self._model, args.batch_size, args.seed, self._config.block_size)
+        self._data = TrainingData(
+            self._model, args.batch_size, args.seed, self._config.block_size, args.ignore_first
+        )
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(self._data.everything, {"RUN_MODE": run_mode} | given(args))
         self._validate(args)
@@ -273,6 +276,16 @@ class Run:
     def _steps_done(self) -> int:
         return len(self._meter.windows) if self._meter is not None else 0
 
+    def valid_targets(self, targets: Tensor) -> float:
+        """Return the mean over ranks of the valid targets in a step (valid_targets.py).
+
+        Without --ignore-first all are valid on all ranks, and nothing has to be sent.
+        """
+        if not self._args.ignore_first:
+            return targets.numel()
+        self._expected += expected_traffic("all_reduce", self.pattern, 1, 8)
+        return valid_targets(targets, pattern=self.pattern)
+
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Return the mean over ranks of each one's loss."""
         mean = loss.detach().float().clone()
@@ -404,7 +417,7 @@ class Run:
         config = {"layers": getattr(args, "layers", None), "width": self._config.width}
         if self._model == "gpt":
             config = dataclasses.asdict(self._config)
-        names = ["batch_size", "lr", "seed", "metronome", "optimizer", "documents"]
+        names = ["batch_size", "lr", "seed", "metronome", "optimizer", "documents", "ignore_first"]
         if (getattr(args, "experts", None) or 1) > 1:
             names += ["experts", "top_k", "capacity", "aux_weight", "balance", "shared"]
         values = {name: getattr(args, name, None) or DEFAULTS.get(name) for name in names}

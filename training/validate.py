@@ -51,6 +51,9 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         refuse_if(not is_cap, f"--bucket-mb {cap:g}: a bucket's cap is a number of MiB above 0, such as 4.")
     if (clip := getattr(args, "clip", None)) is not None:
         refuse_if(not clip > 0, f"--clip {clip:g}: the largest norm is a number above 0.")
+    first = args.ignore_first
+    refuse_if(first < 0, f"--ignore-first {first}: it is a number of targets, or 0 for none.")
+    refuse_if(first > 0 and model != "gpt", "--ignore-first works with text only: leave --model out.")
     every = args.eval_every
     refuse_if(every < 0, f"--eval-every {every}: it is a number of steps, or 0 for the end only.")
     refuse_if(

@@ -210,14 +210,16 @@ def main(cluster: Cluster, args: Args) -> None:
     memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
-            parts = microbatches(*run.batch(step), args.grad_acc_steps)
+            x, y = run.batch(step)
+            parts = microbatches(x, y, args.grad_acc_steps)
             with run.step() as record:
+                num_targets = run.valid_targets(y)
                 optimizer.zero_grad()
                 total = torch.zeros((), device=cluster.device)
                 for i, (x, y) in enumerate(parts):
                     model.set_requires_gradient_sync(i == len(parts) - 1)
                     with span("forward", "forward"), memory.forward():
-                        loss = loss_of(model(x), y) / len(parts)
+                        loss = loss_of(model(x), y, num_targets)
                     with span("backward", "backward"):
                         loss.backward()
                     total += loss.detach()

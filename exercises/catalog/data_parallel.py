@@ -82,13 +82,13 @@ EXERCISES = (
         beyond="activations of accumulation",
         needs=("naive_gradient_sync",),
         hints=(
-            "The mean over all examples is the mean of the microbatches' means, because they are equal in "
-            "size. What does autograd do with the gradients of a second backward: replace, add or average "
-            "them?",
-            "A backward adds to the gradients that are there. To get a mean, divide each loss by the number "
-            "of microbatches before its backward. Only one microbatch has a graph at a time: run its "
+            "The loss is the mean over all valid targets of the step: the sum of their losses, divided by "
+            "their number. What does autograd do with the gradients of a second backward: replace, add or "
+            "average them?",
+            "A backward adds to the gradients that are there. To get a mean, divide each sum of losses by "
+            "the targets of the whole step. Only one microbatch has a graph at a time: run its "
             "backward at once.",
-            "For each (x, y): loss = loss_of(model(x), y) / len(parts), then loss.backward(), then add "
+            "For each (x, y): loss = loss_of(model(x), y, num_targets), then loss.backward(), then add "
             "loss.detach() to the total. A sum of losses that are not detached would keep all graphs alive.",
         ),
     ),

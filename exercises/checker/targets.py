@@ -101,7 +101,7 @@ def kept_activations() -> Outcome:
     for each in (parts[:1], parts):
         kept = _Kept(model)
         with kept:
-            accumulate(model, each)
+            accumulate(model, each, num_targets=32)
         peaks.append(kept.peak)
     number = round(peaks[1] / peaks[0])
     text = f"at most the activations of {number} of {len(parts)} microbatches are in memory at a time"

@@ -12,7 +12,7 @@ mutant(
     "With SGD, twice as many microbatches double the learning rate: their losses are not divided.",
     target="data_parallel.train_naive_grad_accumulation.accumulate",
     changes={
-        "loss_of(model(x), y) / len(parts)": "loss_of(model(x), y)",
+        "loss_of(model(x), y, num_targets)": "loss_of(model(x), y)",
         "total += loss.detach()": "total += loss.detach() / len(parts)",
     },
     killer=NARRATED + "test_accumulation_equals_one_process",

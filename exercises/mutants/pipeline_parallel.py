@@ -117,7 +117,7 @@ mutant(
     "pipeline_loss_not_divided",
     "With many microbatches training diverges: gradients are too large by the number of microbatches.",
     target="pipeline_parallel.pipeline.Pipeline.forward_of",
-    changes={"if target is not None:\n    y = y / self.microbatches": ""},
+    changes={"if target is not None:\n    y = y * self.shares[microbatch]": ""},
     killer=MUTANT_KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
     cause="where a mean is due",
 )

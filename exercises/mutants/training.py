@@ -121,3 +121,32 @@ mutant(
     changes={"self._held_out_corpus": "self._corpus"},
     killer=EVALUATION + "test_what_is_validated_is_not_trained_on_and_not_dropped_out",
 )
+
+VALID_TARGETS = "tests/training/test_valid_targets.py::"
+
+mutant(
+    "targets_counted_by_each_rank",
+    "Gradients are not those of one process if prompts are ignored: each rank divides by its own targets.",
+    target="training.valid_targets.valid_targets",
+    changes={'all_reduce(number, op="mean", group=group, pattern=pattern)': ""},
+    killer=VALID_TARGETS + "test_gradients_of_data_parallelism_are_those_of_one_process[2]",
+    symptom="With --ignore-first the gradients on two ranks are not those of one process; without, they are.",
+)
+
+mutant(
+    "targets_that_microbatches_do_not_have",
+    "A microbatch with few valid targets counts as much as a full one: the mean of the microbatches' means.",
+    target="pipeline_parallel.own_stages.OwnStages.begin_step",
+    changes={"count / self.num_targets for count in counts": "1 / len(counts) for count in counts"},
+    killer=VALID_TARGETS + "test_gradients_of_pipelines_are_those_of_one_process[1]",
+    symptom="With --ignore-first a pipeline's gradients change with the number of microbatches.",
+)
+
+mutant(
+    "targets_that_are_ignored_count",
+    "With a prompt that is not trained on the loss of a sequence is too small: it is divided by all tokens.",
+    target="context_parallel.parallel_model.ContextParallel.loss",
+    changes={"count_valid(targets_bt)": "targets_bt.numel()"},
+    killer=VALID_TARGETS + "test_gradients_of_sequences_that_are_cut_are_those_of_one_process",
+    symptom="With --ignore-first the loss of a sequence is too small, the more so the longer the prompt is.",
+)

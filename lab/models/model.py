@@ -172,9 +172,19 @@ class GPT(nn.Module):
         return self.head(self.final_norm(x_btd))
 
 
-def loss_of(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
-    """Return the cross entropy in nats, a scalar: the mean over all b * t tokens."""
-    return F.cross_entropy(logits_btv.flatten(0, -2), targets_bt.flatten())
+IGNORED = -100  # a target that does not count, such as a prompt's; PyTorch's default
+
+
+def loss_of(logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
+    """Return the cross entropy in nats, a scalar: the mean over all targets that are not IGNORED.
+
+    With `num_targets` the sum of the losses is divided by that number. Ranks or microbatches that share a
+    step give the same one, because the mean of their means would be wrong (training/valid_targets.py).
+    """
+    logits, targets = logits_btv.flatten(0, -2), targets_bt.flatten()
+    if num_targets is None:
+        return F.cross_entropy(logits, targets)
+    return F.cross_entropy(logits, targets, reduction="sum") / num_targets
 
 
 @dataclass(frozen=True)

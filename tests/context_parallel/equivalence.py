@@ -16,7 +16,7 @@ from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, IGNORED, GPTConfig, loss_of
 from tests.one_process import RTOL, train_both
 
 
@@ -121,9 +121,10 @@ def compare_with_one_process(
     frozen: Sequence[str] = (),
     backwards: int = 1,
     change: Callable[[GPT], None] | None = None,
+    ignored: int = 0,
     **changes: Any,
 ) -> None:
-    """Compare the loss in each step, and what train_both does.
+    """Compare the loss in each step, and what train_both does. The first `ignored` targets do not count.
 
     `frozen` lists prefixes of the names of frozen parameters, and `backwards` is the number of batches in a
     step. `change` changes the model that is cut, before it is used.
@@ -140,6 +141,7 @@ def compare_with_one_process(
     def backward(step: int) -> None:
         for number in range(backwards):
             x, y = text(length, seed=2 + number)
+            y = y.masked_fill(torch.arange(length) < ignored, IGNORED)
             expected_loss = loss_of(reference(x), y)
             expected_loss.backward()
             loss = ours.loss(ours(x), y)

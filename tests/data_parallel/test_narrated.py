@@ -77,9 +77,9 @@ def test_accumulation_equals_one_process():
         model = NaiveDataParallel(module)
         own_x, own_y = x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank]
 
-        # Autograd adds the gradients up. Each loss is divided by 3, so the sum is their mean.
+        # Autograd adds the gradients up. Each sum of losses is divided by 6, so they add up to the mean.
         before = LEDGER.total()
-        loss = accumulate(model, microbatches(own_x, own_y, 3))
+        loss = accumulate(model, microbatches(own_x, own_y, 3), num_targets=6)
         own_loss = nn.functional.cross_entropy(module(own_x), own_y)
         torch.testing.assert_close(loss.double(), own_loss.detach(), rtol=1e-6, atol=0)
         assert LEDGER.total() == before and not loss.requires_grad  # nothing has been sent

@@ -11,9 +11,10 @@ from expert_parallel.full_state import full_state
 from expert_parallel.train_moe import ExpertParallel
 from lab.check import assert_same, module_digest
 from lab.cluster import Cluster
-from lab.models.model import loss_of
+from lab.models.model import IGNORED, loss_of
 from tests.expert_parallel.reference import gpt, naive_gpt, text
 from tests.one_process import RTOL, train_both
+from training.valid_targets import valid_targets
 
 AUX_WEIGHT, BIAS_RATE = 0.5, 0.02
 
@@ -34,12 +35,13 @@ def compare_with_one_process(
     steps: int = 2,
     frozen: Sequence[str] = (),
     without_tokens: Sequence[int] = (),
+    ignored: int = 0,
     **changes: Any,
 ) -> str:
     """Compare what train_both does, what the routers decide, and their biases.
 
     `frozen` lists parts of the names of frozen parameters. No router chooses the experts `without_tokens`.
-    Return the digest of the initial parameters.
+    The targets of the first `ignored` examples do not count. Return the digest of the initial parameters.
     """
     n = cluster.world_size
     what = f"{moe}, {expert_ranks} expert ranks, balance {balance}, {frozen}, {changes}, {n} ranks"
@@ -58,10 +60,12 @@ def compare_with_one_process(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
     x, y = text()
+    y = y.masked_fill(torch.arange(len(y))[:, None] < ignored, IGNORED)
     mine = slice(cluster.rank * len(x) // n, (cluster.rank + 1) * len(x) // n)
 
     def backward(step: int) -> None:
-        expected_loss, loss = loss_of(reference(x), y), loss_of(ours(x[mine]), y[mine])
+        expected_loss = loss_of(reference(x), y)
+        loss = loss_of(ours(x[mine]), y[mine], valid_targets(y[mine]))
         if balance == "aux":
             expected_loss = expected_loss + AUX_WEIGHT * sum(layer.auxiliary_loss() for layer in mixtures)
             loss = loss + AUX_WEIGHT * ours.auxiliary_loss()

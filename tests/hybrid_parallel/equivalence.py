@@ -21,9 +21,10 @@ from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.models.model import GPT, MLP, GPTConfig, loss_of
+from lab.models.model import GPT, IGNORED, MLP, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
+from training.valid_targets import count_valid
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 2
 VOCABULARY, TIME = 13, 12
@@ -31,7 +32,7 @@ VOCABULARY, TIME = 13, 12
 Tensors = dict[str, Tensor | None]
 
 
-def gpt(seed: int = 0, **changes: Any) -> GPT:
+def gpt(seed: int = 0, ignored: int = 0, **changes: Any) -> GPT:
     sizes = {"vocab_size": VOCABULARY, "block_size": TIME, "num_layers": 4, "num_heads": 4, "width": 8}
     return GPT(GPTConfig(**{**sizes, **changes}), seed=seed).double()
 
@@ -41,14 +42,19 @@ def built(seed: int = 0, mlp: tuple[int, ...] = (), **changes: Any) -> GPT | MLP
     return MLP(mlp, seed).double() if mlp else gpt(seed, **changes)
 
 
-def batch(rows: int, mlp: tuple[int, ...] = (), **_: Any) -> tuple[Tensor, Tensor]:
-    """Return the input and the targets of a step for the model that `built` returns."""
+def batch(rows: int, mlp: tuple[int, ...] = (), ignored: int = 0, **_: Any) -> tuple[Tensor, Tensor]:
+    """Return the input and the targets of a step for the model that `built` returns.
+
+    In the first half of the rows the first `ignored` targets do not count.
+    """
     generator = torch.Generator().manual_seed(2)
     if mlp:
         x = torch.randn(rows, mlp[0], dtype=torch.float64, generator=generator)
         return x, torch.randint(mlp[-1], (rows,), generator=generator)
     tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+    targets = tokens[:, 1:].clone()
+    targets[: rows // 2, :ignored] = IGNORED
+    return tokens[:, :-1], targets
 
 
 class Step(NamedTuple):
@@ -79,7 +85,7 @@ def with_experts(
     dense = {name: tensor for name, tensor in gpt(**changes).state_dict().items() if "mlp." not in name}
     assert_same({name: initial[name] for name in dense}, dense, 0, "initial parameter")
     model.load_state_dict(initial)
-    x, y = (part.unflatten(0, (sizes.data, sizes.microbatches, -1)) for part in batch(rows))
+    x, y = (part.unflatten(0, (sizes.data, sizes.microbatches, -1)) for part in batch(rows, **changes))
     parts = [(x[:, i].flatten(0, 1), y[:, i].flatten(0, 1)) for i in range(sizes.microbatches)]
     return steps_of(model, parts, experts.aux_weight)
 
@@ -89,11 +95,11 @@ def steps_of(model: GPT | MLP, parts: list[tuple[Tensor, Tensor]], aux_weight: f
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
+        total, num_targets = torch.zeros((), dtype=torch.float64), sum(count_valid(y) for _, y in parts)
         for x, y in parts:
-            loss = loss_of(model(x), y)
-            total += loss.detach() / len(parts)
-            ((loss + aux_weight * auxiliary_loss(model)) / len(parts)).backward()
+            loss = loss_of(model(x), y, num_targets)
+            total += loss.detach()
+            (loss + aux_weight * auxiliary_loss(model) / len(parts)).backward()
         named = dict(model.named_parameters(remove_duplicate=False))
         gradients: Tensors = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -180,7 +186,8 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
         sent: dict[Entry, Traffic] = {}
         with counting(sent):
             hybrid.optimizer.zero_grad()
-            loss = hybrid.mean_loss(hybrid.backward(x, y))
+            num_targets = hybrid.valid_targets(y) if "ignored" in changes else None
+            loss = hybrid.mean_loss(hybrid.backward(x, y, num_targets))
         assert_same({"loss": loss}, {"loss": step.loss}, RTOL, f"loss of step {number}, {what},")
         ours = gradients_of(hybrid)
         assert_same(ours, those_of(hybrid, step.gradients), RTOL, f"gradient of step {number}, {what},")
@@ -191,7 +198,7 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
         )
         with counting(sent):
             hybrid.optimizer.step()
-        counted, by_formula = counted_by_axis(sent), traffic_of_axes(hybrid, is_clipped=True)
+        counted, by_formula = counted_by_axis(sent), traffic_of_axes(hybrid, True, "ignored" in changes)
         assert counted == by_formula, f"step {number}, {what}: sends {counted}, by the formulas {by_formula}"
         if number < STEPS - 1:
             continue

@@ -1,0 +1,134 @@
+"""The loss is that of one process, also where ranks or microbatches have unequal numbers of valid targets."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from expert_parallel.config import MoEConfig
+from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.sizes import ParallelSizes as Sizes
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import IGNORED, loss_of
+from lab.ranks import run_ranks
+from pipeline_parallel.train_afab import AllForwardAllBackward
+from pipeline_parallel.train_model_parallel import ModelParallel
+from tests.context_parallel import equivalence as contexts
+from tests.data_parallel import equivalence as data_parallel
+from tests.expert_parallel import equivalence as experts
+from tests.hybrid_parallel import equivalence as hybrid
+from tests.pipeline_parallel import equivalence as pipelines
+from tests.zero.sharded import STAGES, Sharded
+from training.valid_targets import valid_targets
+
+
+def with_prompts(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the batch without the targets of its first third, and with half of those of the second third."""
+    x, y = batch[0], batch[1].clone()
+    third = len(y) // 3
+    y[:third] = IGNORED
+    y[third : 2 * third, : y.shape[1] // 2] = IGNORED
+    return x, y
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_of_data_parallelism_are_those_of_one_process(world_size: int):
+    def work(cluster: Cluster) -> None:
+        x, y = with_prompts(data_parallel.text())
+        own = data_parallel.mine(cluster, (x, y))
+        expected = data_parallel.one_process(data_parallel.gpt(0), lambda model: loss_of(model(x), y))
+        number = valid_targets(own[1])
+        for parts in (1, 3):
+
+            def loss(model: nn.Module, x: Tensor, y: Tensor, parts: int = parts) -> Tensor:
+                return loss_of(model(x), y, number) * parts  # `accumulate` divides it by their number
+
+            for name, wrap in data_parallel.WRAPPERS.items():
+                model = wrap(data_parallel.gpt(cluster.rank))
+                data_parallel.accumulate(model, loss, own, parts)
+                found = data_parallel.mean_gradients(model.module)
+                assert_same(found, expected, what=f"gradient, {name}, {parts} microbatches,")
+            for stage in STAGES:
+                sharded = Sharded(stage, data_parallel.gpt(0), "sgd")
+                sharded.accumulate(loss, own, parts)
+                assert_same(sharded.gradients(), expected, what=f"gradient, {stage}, {parts} microbatches,")
+
+    run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_of_pipelines_are_those_of_one_process(world_size: int):
+    def work(cluster: Cluster) -> None:
+        for name, chunks in pipelines.ALL_SCHEDULES:
+            layers = max(3, 2 * world_size * chunks - 2)
+            pipelines.compare_schedule(
+                cluster, name, 4, lambda layers=layers: pipelines.gpt(num_layers=layers),
+                lambda rows: with_prompts(pipelines.text(rows)), chunks,
+            )  # fmt: skip
+        for by_hand in (ModelParallel, AllForwardAllBackward):
+            pipelines.compare_schedule(
+                cluster, "gpipe", 4, pipelines.gpt, lambda rows: with_prompts(pipelines.text(rows)),
+                by_hand=by_hand,
+            )  # fmt: skip
+
+    run_ranks(work, world_size)
+
+
+def test_gradients_of_sequences_that_are_cut_are_those_of_one_process():
+    def work(cluster: Cluster) -> None:
+        for variant in contexts.VARIANTS:
+            contexts.compare_with_one_process(cluster, variant, ignored=7)
+
+    run_ranks(work, 3)
+
+
+def test_gradients_of_experts_are_those_of_one_process():
+    def work(cluster: Cluster) -> None:
+        experts.compare_with_one_process(cluster, MoEConfig(4, 2), balance="aux", ignored=5)
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize(
+    "every",
+    [
+        [Sizes(data=2, microbatches=2), Sizes(data=2, zero=3), Sizes(context=2), Sizes(tensor=2)],
+        [
+            Sizes(data=2, pipeline=2, microbatches=2),
+            Sizes(data=2, tensor=2, zero=1),
+            Sizes(context=2, tensor=2, microbatches=2),
+            Sizes(data=2, context=2, zero=2),
+        ],
+    ],
+)
+def test_gradients_of_a_mesh_are_those_of_one_process(every: list[Sizes]):
+    def work(cluster: Cluster) -> None:
+        for sizes in every:
+            for ignored in (7, hybrid.TIME):  # of each row in the first half of the batch
+                hybrid.compare(cluster, sizes, ignored=ignored)
+        if cluster.world_size == 2:
+            hybrid.compare(cluster, Sizes(data=2), Experts(MoEConfig(4, 2), aux_weight=0.3), ignored=7)
+
+    run_ranks(work, every[0].world_size)
+
+
+def test_a_step_without_a_valid_target_is_refused_on_all_ranks():
+    def work(cluster: Cluster) -> str:
+        with pytest.raises(WorkbookError) as refusal:
+            valid_targets(torch.full((4,), IGNORED))
+        return str(refusal.value)
+
+    assert run_ranks(work, 2) == ["All targets of this step are -100: there is nothing to train on."] * 2
+
+
+def test_a_mesh_refuses_ignored_targets_whose_number_is_not_given():
+    def work(cluster: Cluster) -> None:
+        x, y = hybrid.batch(4, ignored=7)
+        model = HybridParallel(hybrid.gpt(), Mesh(cluster, Sizes(data=2)), x[:2], torch.optim.SGD, lr=0.1)
+        with pytest.raises(WorkbookError, match=r"backward\(x, y, hybrid.valid_targets\(y\)\)"):
+            model.backward(x[:2], y[:2])
+
+    run_ranks(work, 2)
