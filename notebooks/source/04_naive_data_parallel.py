@@ -166,7 +166,7 @@ model.linear2.bias.grad[:4].float()
 # %%
 from lab.check import assert_same, reference_gradients
 from lab.models.digits import load_digits
-from lab.models.model import BabyCNN, loss_of
+from lab.models.model import GPT, IGNORED, BabyCNN, GPTConfig, loss_of
 
 images, labels, *_ = load_digits()
 alone = BabyCNN(seed=0).double()
@@ -469,6 +469,64 @@ show(
 # the memory of one microbatch, and their times add up. On ranks: each has the memory of its slice, they compute at the
 # same time, and they pay for an all-reduce. Real trainings use the last two together.
 #
+# ## Targets that do not count
+#
+# A chat model is trained on its answers, and not on the prompts. The targets of a prompt are -100, and the loss ignores them:
+# it is the mean over the *valid* targets. Prompts have different lengths, so ranks have different numbers of valid targets.
+# Let each of the four ranks have 64 targets. On rank 0 prompts are long, and only 8 of its targets are valid.
+#
+# Each rank computes the mean over its own valid targets, and the gradients are averaged, as above. **Predict**: how many times
+# as much as in one process, which takes the mean over all 200 valid targets, does a target of rank 0 count?
+
+# %%
+weight = predict("A target of rank 0 counts how many times as much?", example=1, unit="times")
+
+# %%
+# %%ranks
+from lab.models.model import GPT, IGNORED, GPTConfig
+from training.valid_targets import valid_targets
+
+tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(0))
+x, y = rank_slice(tokens[:, :-1], rank, world_size), rank_slice(tokens[:, 1:], rank, world_size).clone()
+if rank == 0:
+    y[:, :28] = IGNORED
+
+
+def step_with(num_targets):
+    """Return the gradients of a step, and those of this rank's logits."""
+    model = GPT(GPTConfig.named("tiny")).double()
+    parallel = NaiveDataParallel(model)
+    logits = parallel(x)
+    logits.retain_grad()
+    loss_of(logits, y, num_targets).backward()
+    parallel.finish_gradient_sync()
+    return {name: p.grad for name, p in model.named_parameters()}, logits.grad
+
+
+means, of_means = step_with(None)  # the mean over this rank's valid targets
+right, of_all = step_with(valid_targets(y))  # the sum over them, divided by 200 / 4
+ratio = (of_means[:, -1] / of_all[:, -1]).mean().item()
+
+# %%
+tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(0))
+targets = tokens[:, 1:].clone()
+targets[:2, :28] = IGNORED
+truth = reference_gradients(
+    GPT(GPTConfig.named("tiny")).double(), lambda model: loss_of(model(tokens[:, :-1]), targets)
+)
+assert_same(pull("right")[0], truth)
+means = pull("means")[0]
+off = max((means[name] - truth[name]).abs().max() / truth[name].abs().max() for name in truth)
+print(f"The mean of the ranks' means gives gradients that are off by up to {off:.0%} of the largest one.")
+weight.compare(pull("ratio")[0])
+
+# %% [markdown]
+# This is perhaps the most repeated silent bug of the field: nothing fails, the loss falls, and every answer after a long
+# prompt pulls harder than the others. The same happens with microbatches, with the stages of a pipeline, and with sequences
+# that are cut among ranks. The cure is the same everywhere: *add up losses, and divide by the number of valid targets of the
+# global batch*. `valid_targets` ([training/valid_targets.py](../training/valid_targets.py)) is ten lines: an all-reduce of one number, before the
+# forward. To see it in a training: `make run ARGS='--ignore-first 40'`.
+#
 # ## "Tokens per second went up"
 #
 # Of one rank, or of all ranks together? And which watch has measured it? To see the two traps, every rank gets a *metronome*
@@ -584,8 +642,10 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    ```python
 #    from exercises.notebook import check
 #
-#    def accumulate(model, parts):
-#        """Add up the gradients of the microbatches (x, y) in `parts`, and return the mean loss, without a graph."""
+#    def accumulate(model, parts, num_targets):
+#        """Add up the gradients of the microbatches (x, y) in `parts`, and return the mean loss, without a graph.
+#
+#        All microbatches together have `num_targets` targets: `loss_of(model(x), y, num_targets)`."""
 #        ...
 #
 #    check(accumulate);
