@@ -61,6 +61,8 @@ class TrainArgs:
     auto_resume: bool = False
     """Continue from the checkpoint in the folder that --checkpoint names, or start at step 0 without one.
     So a cluster can run the same command again after each interruption."""
+    allow_nonfinite: bool = False
+    """Train on where the loss or a gradient is inf or NaN, instead of ending with a sentence."""
     trace: str | None = None
     """Folder for two pictures of the run: trace.json (for https://ui.perfetto.dev) and timeline.png."""
     json: bool = False

@@ -84,6 +84,7 @@ from comm.exchange import exchange, naming_a_lost_rank, on_all, on_main
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
+from training.finite import not_finite
 from training.validate import validate_shared_folder
 
 # DCP says so where one process loads alone, as export does.
@@ -276,6 +277,7 @@ class Checkpoints:
         state = {shard.name: shard for shard in shards}
         try:
             with in_a_sentence(f"save the checkpoint {final}"):
+                refuse_not_finite(shards)
                 dcp.save(state, storage_writer=writer, planner=how, process_group=self._group)
             if self._cluster.is_main:
                 keep_newest(self._folder, self._keep)
@@ -315,6 +317,13 @@ class Checkpoints:
                 f"{found.folder} is of another model: it has {left[0]}, and this run does not"
             )
         fill(found, wanted, self._group)
+        on_all(f"load {found.folder}", lambda: refuse_not_finite(wanted))
+
+
+def refuse_not_finite(shards: Iterable[Shard]) -> None:
+    """Raise WorkbookError if a number is inf or NaN: a diverged model must not replace a good one."""
+    if (name := not_finite((shard.name, shard.tensor) for shard in shards)) is not None:
+        raise WorkbookError(f"{name} has numbers that are not finite: the training has diverged")
 
 
 def _shared_out(layouts: list[list[tuple[Any, ...]]]) -> dict[tuple[Any, ...], int]:

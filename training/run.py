@@ -60,6 +60,7 @@ from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
 from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
+from training.finite import CURE, gradients_by_name, not_finite
 from training.predict import median_step_seconds
 from training.report import overlap_figures, pattern_and_transport, replica_digests
 from training.valid_targets import valid_targets
@@ -179,6 +180,8 @@ class Run:
 
         With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
         """
+        if not self._args.allow_nonfinite:
+            optimizer.register_step_pre_hook(lambda *_: self._stop_if_it_diverges(model, optimizer))
         if self._args.checkpoint is None:
             yield 0
             return
@@ -198,6 +201,14 @@ class Run:
             self._checkpoints.wait()
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
             self._until_reported = handlers.pop_all()
+
+    def _stop_if_it_diverges(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Raise WorkbookError before a step of the optimizer whose gradients are not finite."""
+        if (name := not_finite(gradients_by_name(model, optimizer))) is not None:
+            step = self._first_step + self._steps_done + 1
+            raise WorkbookError(
+                f"The gradient of {name} is not finite in step {step} on rank {self._cluster.rank}. {CURE}"
+            )
 
     def save_if_due(self, step: int) -> None:
         """Begin to save after every --checkpoint-every steps; the training continues meanwhile."""
@@ -290,6 +301,8 @@ class Run:
         """Return the mean over ranks of each one's loss."""
         mean = loss.detach().float().clone()
         all_reduce(mean, op="mean", pattern=self.pattern)
+        if not self._args.allow_nonfinite and not mean.isfinite():
+            raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean
 
     def expect_traffic(self, of_the_step: Traffic, has_mean_loss: bool = False) -> None:

@@ -96,14 +96,16 @@ EXERCISES = (
         helps=(
             "transfer.wait()\n    Block until the message has arrived, or has left.",
             "self.device: torch.device",
+            "self.shares: list[float]\n    The share of the loss of each microbatch; 1 / self.microbatches if all "
+            "targets count.",
         ),
         hints=(
             "First all forwards. For each microbatch a rank needs its input, a chunk of x or what the rank "
             "before has sent; it computes, and sends the output on, or computes the loss. Keep the input "
             "and the output: the backward needs both.",
             "A received tensor is a leaf: call requires_grad_() on it, so that autograd computes its "
-            "gradient, which the rank before needs. Send made.detach().contiguous(). A loss is divided by "
-            "the number of microbatches.",
+            "gradient, which the rank before needs. Send made.detach().contiguous(). A loss is multiplied by "
+            "its microbatch's share.",
             "Then all backwards, in the same order: made.backward(gradient), where the gradient has come "
             "from the rank after, or is None on the last rank. Send given.grad to the rank before. Drop "
             "what was kept, and wait for all sends at the end.",

@@ -129,7 +129,7 @@ mutant(
     "Gradients are not those of one process if prompts are ignored: each rank divides by its own targets.",
     target="training.valid_targets.valid_targets",
     changes={'all_reduce(number, op="mean", group=group, pattern=pattern)': ""},
-    killer=VALID_TARGETS + "test_gradients_of_data_parallelism_are_those_of_one_process[2]",
+    killer=VALID_TARGETS + "test_ranks_with_few_targets_count_as_much_as_those_targets",
     symptom="With --ignore-first the gradients on two ranks are not those of one process; without, they are.",
 )
 
@@ -138,7 +138,7 @@ mutant(
     "A microbatch with few valid targets counts as much as a full one: the mean of the microbatches' means.",
     target="pipeline_parallel.own_stages.OwnStages.begin_step",
     changes={"count / self.num_targets for count in counts": "1 / len(counts) for count in counts"},
-    killer=VALID_TARGETS + "test_gradients_of_pipelines_are_those_of_one_process[1]",
+    killer=VALID_TARGETS + "test_microbatches_with_few_targets_count_as_much_as_those_targets",
     symptom="With --ignore-first a pipeline's gradients change with the number of microbatches.",
 )
 

@@ -48,6 +48,7 @@ from comm.script import start
 from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
 from training.arguments import Size
@@ -79,6 +80,8 @@ class ElasticReplica:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         flat = torch.cat([gradient.flatten() for gradient in gradients] + [loss.detach().view(1)])
         all_reduce(flat, op="sum")
+        if not flat.isfinite().all():
+            raise WorkbookError(f"The loss or a gradient of step {self.steps + 1} is not finite: lower --lr.")
         # From here on the step is the same on all ranks, and nothing can interrupt it.
         *gradients, mean_loss = flat.split([p.numel() for p in trained] + [1])
         for parameter, gradient in zip(trained, gradients, strict=True):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data_parallel.train_naive import NaiveDataParallel
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
@@ -14,6 +15,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import IGNORED, loss_of
 from lab.ranks import run_ranks
+from pipeline_parallel.schedules import table_of
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.context_parallel import equivalence as contexts
@@ -32,6 +34,39 @@ def with_prompts(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     y[:third] = IGNORED
     y[third : 2 * third, : y.shape[1] // 2] = IGNORED
     return x, y
+
+
+def test_ranks_with_few_targets_count_as_much_as_those_targets():
+    def work(cluster: Cluster) -> None:
+        # One process trains on 4 examples, of whose targets rank 0 has one valid one, and rank 1 has sixteen.
+        tokens = torch.randint(61, (4, 9), generator=torch.Generator().manual_seed(0))
+        x, y = tokens[:, :-1], tokens[:, 1:].clone()
+        y[:2] = IGNORED
+        y[0, -1] = 5
+        alone, module = data_parallel.gpt(0), data_parallel.gpt(0)
+        loss_of(alone(x), y).backward()
+
+        # Each rank divides the sum of its losses by the mean number of valid targets, 8.5.
+        model = NaiveDataParallel(module)
+        own_x, own_y = x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank]
+        loss_of(model(own_x), own_y, valid_targets(own_y)).backward()
+        model.finish_gradient_sync()
+        assert_same(data_parallel.mean_gradients(module), data_parallel.mean_gradients(alone))
+
+    run_ranks(work, 2)
+
+
+def test_microbatches_with_few_targets_count_as_much_as_those_targets():
+    def work(cluster: Cluster) -> None:
+        # Of the two microbatches, the first one has one valid target, and the second one has all of them.
+        x, y = pipelines.text(4)
+        y = y.clone()
+        y[:2] = IGNORED
+        y[0, -1] = 5
+        table = table_of("1f1b", 1, 2)
+        pipelines.compare_with_one_process(cluster, pipelines.gpt, table, (x, y))
+
+    run_ranks(work, 1)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -1,0 +1,51 @@
+"""A training that diverges ends before the optimizer's step, and leaves the last good checkpoint as it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_parallel import train_naive
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
+from training.arguments import Args
+from training.checkpoint import Checkpoints, Shard, complete_steps
+from training.finite import not_finite
+from zero import train_zero3
+
+SMALL = {"steps": 4, "batch_size": 4, "size": "tiny", "json": True}
+
+
+@pytest.mark.parametrize("lesson", [train_naive, train_zero3])
+def test_the_sentence_names_parameter_step_and_rank(lesson):
+    with pytest.raises(RankError, match=r"The gradient of \S+ is not finite in step 2 on rank \d"):
+        run_ranks(lesson.main, 2, lesson.Args(lr=1e30, **SMALL))
+
+
+def test_allow_nonfinite_goes_on():
+    run_ranks(train_naive.main, 2, Args(lr=1e30, allow_nonfinite=True, **SMALL))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_one_number_is_enough(number: float):
+    whole, odd = torch.ones(5), torch.ones(2, 3, dtype=torch.float64)
+    named = [("whole", whole), ("counts", torch.ones(3, dtype=torch.int64)), ("odd", odd)]
+    assert not_finite(named) is None
+    odd[1, 2] = number
+    assert not_finite(named) == "odd"
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays(tmp_path: Path):
+    def work(cluster: Cluster) -> str:
+        checkpoints, weight = Checkpoints(tmp_path, cluster, keep=1), torch.ones(4)
+        checkpoints.save(1, [Shard("model/weight", weight)])
+        weight[cluster.rank] = torch.inf
+        checkpoints.save(2, [Shard("model/weight", weight)])
+        with pytest.raises(WorkbookError) as refusal:
+            checkpoints.wait()
+        return str(refusal.value)
+
+    refusals = run_ranks(work, 2)
+    assert any("model/weight has numbers that are not finite" in refusal for refusal in refusals)
+    assert complete_steps(tmp_path) == [1]
