@@ -96,7 +96,7 @@ EXERCISES = (
         helps=(
             "transfer.wait()\n    Block until the message has arrived, or has left.",
             "self.device: torch.device",
-            "self.shares: list[float]\n    The share of the loss of each microbatch; 1 / self.microbatches if all "
+            "self.shares: list[float]\n    Each microbatch's share of the loss: 1 / self.microbatches if all "
             "targets count.",
         ),
         hints=(
