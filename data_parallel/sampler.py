@@ -34,6 +34,10 @@ class DistributedSampler(Sampler[int]):
     ) -> None:
         if uneven not in get_args(Uneven):
             raise WorkbookError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
+        if not 0 <= rank < world_size:
+            raise WorkbookError(
+                f"Rank {rank} is not one of {world_size} ranks, which are 0 to {world_size - 1}."
+            )
         self.num_examples, self.rank, self.world_size, self.seed = num_examples, rank, world_size, seed
         whole_rounds = num_examples // world_size * world_size
         padded = whole_rounds if whole_rounds == num_examples else whole_rounds + world_size

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from comm.collectives import Group
+from comm.wire.groups import own_group
 from lab.launch.errors import WorkbookError
-from lab.launch.gloo_threads import keep_from_preempting
 from lab.models.model import FeedForward, GPTConfig, seeded
 
 
@@ -127,6 +127,4 @@ def form_groups(expert_ranks: int) -> ExpertGroups:
     ranks = list(range(dist.get_world_size()))
     sharing = [ranks[first : first + expert_ranks] for first in ranks[::expert_ranks]]
     same = [ranks[place::expert_ranks] for place in range(expert_ranks)]
-    experts, replicas = (dist.new_subgroups_by_enumeration(groups)[0] for groups in (sharing, same))
-    keep_from_preempting()  # each group has threads of its own
-    return ExpertGroups(None, experts, replicas)
+    return ExpertGroups(None, own_group(sharing), own_group(same))

@@ -32,11 +32,10 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 
 import torch.distributed as dist
 
-from comm.wire.wire import name_axis
+from comm.wire.groups import own_group
 from expert_parallel.config import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
-from lab.launch.gloo_threads import keep_from_preempting
 
 AXES = ("pipeline", "data", "context", "tensor")
 
@@ -84,10 +83,10 @@ class Mesh:
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
         self.sizes, self.rank = sizes, cluster.rank
-        self._groups = {axis: _own_group(groups_of(axis, sizes), axis) for axis in AXES}
+        self._groups = {axis: own_group(groups_of(axis, sizes), axis) for axis in AXES}
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
         # What replicas send counts for the data axis: without a context axis they are its ranks.
-        self.replicas = self.data if sizes.context == 1 else _own_group(replicas_of(sizes), "data")
+        self.replicas = self.data if sizes.context == 1 else own_group(replicas_of(sizes), "data")
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in their place along `axis` only."""
@@ -102,15 +101,7 @@ class Mesh:
         each, every = self.sizes.expert_ranks, replicas_of(self.sizes)
         sharing = [ranks[first : first + each] for ranks in every for first in range(0, len(ranks), each)]
         same = [ranks[place::each] for ranks in every for place in range(each)]
-        return ExpertGroups(self.replicas, _own_group(sharing, "expert"), _own_group(same, "data"))
-
-
-def _own_group(groups: list[list[int]], axis: str) -> dist.ProcessGroup:
-    """Form groups of ranks, and return that of this rank. What it sends counts for the axis."""
-    own = dist.new_subgroups_by_enumeration(groups, group_desc=axis)[0]
-    keep_from_preempting()  # else gloo's threads would take the cores from computing
-    name_axis(own, axis)
-    return own
+        return ExpertGroups(self.replicas, own_group(sharing, "expert"), own_group(same, "data"))
 
 
 def drawn(sizes: ParallelSizes) -> str:

@@ -22,7 +22,6 @@ import time
 import weakref
 from collections import deque
 
-import torch
 import torch.distributed as dist
 
 from comm.errors import CommError
@@ -32,7 +31,7 @@ from comm.transport.choice import chosen_transport
 from comm.transport.shared_memory import Done, MemoryIn, MemoryOut, drain, wake
 from comm.transport.sockets import Address, Listener, StreamIn, StreamOut, connect
 from comm.wire.handshake import exchange_numbers
-from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble
+from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble, timeout_of
 from comm.wire.work_queue import COMMUNICATION_THREAD
 
 _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small message
@@ -140,7 +139,7 @@ class Streams:
         self._spins_from, self._pause = 0.0, _SHORTEST_PAUSE
         self._is_local = transport != "sockets" and shared_memory.is_possible()
         self._deadline = 0.0  # until which something has to move, 0 after something has moved
-        self._timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        self._timeout = timeout_of(group).total_seconds()
         others = [(rank, name) for rank, name in enumerate(self.names) if rank != self.rank]
         self._peers = {rank: Peer(rank, name, has_frames) for rank, name in others}
         self.peers = list(self._peers.values())

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from comm.exchange import exchange
+from comm.wire.groups import new_group
 from comm.wire.wire import Group, axis_of, global_ranks, group_of, message_device, name_axis, peer_wire
 
 
@@ -34,7 +35,7 @@ class Channels:
         if dist.get_backend(group) == "nccl":
             # Every rank must make every group, member or not.
             for members in sorted({tuple(each) for each in exchange(global_ranks(group_of(group)))}):
-                made = dist.new_group(list(members))
+                made = new_group(list(members))
                 self._down = made if dist.get_rank() in members else self._down
             name_axis(self._down, axis_of(group))
             self._connect(sorted(set(pairs)))

@@ -14,6 +14,7 @@ import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class Transfer:
             return
         self._wire.finish_handshake()
         try:
-            work.wait()
+            wait_for(work, self._wire.group)
         except RuntimeError as error:
             raise self._wire.failed(error, self._peer, self._verb) from error
         if self.copy_to is not None:
@@ -199,6 +200,30 @@ def group_of(group: Group) -> dist.ProcessGroup:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise CommError(f"Rank {dist.get_rank()} is not in this group; only its members may call this.")
     return group or world
+
+
+_timeouts: "weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta]" = weakref.WeakKeyDictionary()
+
+
+def timeout_of(group: Group) -> timedelta:
+    """Return how long an operation of the group may take: as long as one of the job's own group, at most.
+
+    torch gives a group that the user forms 30 minutes, whatever the job's group has.
+    """
+    if (timeout := _timeouts.get(own := group_of(group))) is None:
+        world = group_of(None)
+        backend = torch.device("cuda" if dist.get_backend(world) == "nccl" else "cpu")
+        timeout = min(each._get_backend(backend).options._timeout for each in (own, world))
+        _timeouts[own] = timeout
+    return timeout
+
+
+def wait_for(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Block until `work` is done. With nccl only the current stream waits."""
+    if dist.get_backend(group) == "nccl":  # with a timeout of our own the host would wait, too
+        work.wait()
+    else:
+        work.wait(timeout_of(group))
 
 
 _axes: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()

@@ -61,6 +61,12 @@ def test_an_unknown_value_of_uneven_is_refused():
         DistributedSampler(5, 0, 2, uneven="stretch")
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_of_the_world_is_refused(rank: int):
+    with pytest.raises(WorkbookError, match=f"Rank {rank} is not one of 2 ranks, which are 0 to 1"):
+        DistributedSampler(10, rank, world_size=2)
+
+
 def test_each_epoch_has_another_order_that_can_be_repeated():
     sampler = DistributedSampler(100, rank=1, world_size=2)
     orders = set()

@@ -1,12 +1,17 @@
 """The groups of a mesh, its picture, and the sizes that make no sense."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from comm.collectives import all_reduce
+from comm.errors import CommError
+from expert_parallel.config import form_groups
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.cluster import Cluster
@@ -72,6 +77,28 @@ def test_each_rank_is_in_one_group_of_an_axis_at_its_place(axis: str):
         places = [coordinates_of(rank, sizes) for rank in group]
         assert [place.pop(axis) for place in places] == list(range(getattr(sizes, axis)))
         assert all(place == places[0] for place in places)
+
+
+def test_a_rank_gives_up_in_any_group_after_the_jobs_timeout():
+    """A group of the user's own, and what torch itself sends, must not wait torch's 30 minutes either."""
+
+    def work(cluster: Cluster) -> float:
+        groups = {
+            "tensor axis": Mesh(cluster, ParallelSizes(tensor=2)).tensor,
+            "experts": form_groups(2).experts,
+            "the user's own": dist.new_group([0, 1]),
+        }
+        for name, group in groups.items():
+            begin = time.monotonic()
+            if cluster.rank == 0:
+                with pytest.raises(CommError):
+                    all_reduce(torch.ones(3), group=group)
+            took = time.monotonic() - begin
+            assert took < 10, f"{name}: rank 0 waited {took:.1f} s, and the job's timeout is 0.5 s"
+        time.sleep(4 * (cluster.rank == 1))
+        return took
+
+    run_ranks(work, 2, group_timeout=0.5)
 
 
 def test_torchs_own_device_mesh_has_the_same_groups():
