@@ -15,6 +15,7 @@ def rank_and_world_size() -> tuple[int, int]:
     """Return RANK and WORLD_SIZE, or 0 and 1 if both are unset: a single process."""
     rank, world_size = number("RANK"), number("WORLD_SIZE")
     if rank is None and world_size is None:
+        _refuse_a_launcher_without_rank()
         return 0, 1
     if rank is None or world_size is None:
         missing = "RANK" if rank is None else "WORLD_SIZE"
@@ -24,6 +25,25 @@ def rank_and_world_size() -> tuple[int, int]:
             f"RANK is {rank}, but with WORLD_SIZE {world_size} it must be in 0..{world_size - 1}."
         )
     return rank, world_size
+
+
+# The variables in which launchers say how many processes they have started, and which one this is.
+_LAUNCHERS = {
+    "SLURM_NTASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+
+
+def _refuse_a_launcher_without_rank() -> None:
+    """Raise CommError if srun or mpirun has started several processes, which would all train alone."""
+    for size, rank in _LAUNCHERS.items():
+        if rank in os.environ and (number(size) or 1) > 1:
+            raise CommError(
+                f"{size} is {number(size)}, but RANK is not set, so each process would train alone; set "
+                f"RANK=${rank}, WORLD_SIZE=${size} and MASTER_ADDR in each process, or RANK=0 and "
+                "WORLD_SIZE=1 for a training of one process."
+            )
 
 
 def number(name: str) -> int | None:

@@ -114,11 +114,22 @@ def test_a_master_that_was_not_started_is_named_with_its_address():
     assert "refused" in text and "rank 0 opens it there" in text
 
 
+LAUNCHERS = [
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+]
+
+
 @pytest.mark.parametrize(
     "environment, sentence",
     [
         ({"RANK": "two", "WORLD_SIZE": "4"}, "RANK is 'two'; it must be a non-negative integer"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, but with WORLD_SIZE 4 it must be in 0..3"),
+        *(
+            ({size: "4", rank: "0"}, f"{size} is 4, but RANK is not set, so each process would train alone")
+            for size, rank in LAUNCHERS
+        ),
         ({"RANK": "0"}, "WORLD_SIZE is not set; start the script with torchrun"),
         ({"BACKEND": "mpi"}, "BACKEND is 'mpi'; it must be gloo or nccl"),
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon'; it must be a number of seconds above 0"),
