@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import socket
 
 import torch
@@ -109,6 +110,27 @@ def choose_device(local_rank: int) -> tuple[torch.device, str, str]:
             )
         return torch.device("cpu"), backend, ""
     device = device_of(local_rank)
+    refuse_without_kernels(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_properties(device).uuid if backend == "nccl" else ""
     return device, backend, str(name)
+
+
+def refuse_without_kernels(capability: tuple[int, int], architectures: list[str]) -> None:
+    """Raise CommError if torch was built without kernels for a GPU of this compute capability.
+
+    `architectures` is torch.cuda.get_arch_list(): "sm_80" runs on 8.0 and later versions of 8, and from
+    "compute_80" the driver can make kernels for any later GPU. AMD's have other names, and are not checked.
+    """
+    major, minor = capability
+    built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)\w?", name) for name in architectures]
+    for found in filter(None, built):
+        version = int(found[2]), int(found[3])
+        if version <= capability and (found[1] == "compute" or version[0] == major):
+            return
+    if any(built):
+        raise CommError(
+            f"This torch has no kernels for the GPU here (sm_{major}{minor}); it has {', '.join(architectures)}. "
+            "Install one that has: pip install torch --index-url https://download.pytorch.org/whl/cu126 for an "
+            "older GPU, cu130 for a newer one. Or train on the CPU with CUDA_VISIBLE_DEVICES= in front."
+        )

@@ -11,6 +11,7 @@ import torch
 
 from comm import collectives, rendezvous
 from comm.collectives import CommError
+from comm.membership.settings import refuse_without_kernels
 from comm.script import joined
 from comm.transport.choice import TRANSPORTS, use_transport
 from lab.launch.interface import open_store
@@ -112,6 +113,14 @@ def test_a_master_that_was_not_started_is_named_with_its_address():
     (text,) = meet(environment)
     assert f"cannot reach the store at localhost:{environment['MASTER_PORT']}" in text
     assert "refused" in text and "rank 0 opens it there" in text
+
+
+def test_a_torch_without_kernels_for_the_gpu_is_refused_with_the_index_to_take():
+    for architectures in (["sm_80", "sm_90"], ["sm_75", "compute_75"], ["sm_90a"], ["gfx90a"], []):
+        refuse_without_kernels((9, 0), architectures)
+    for capability, architectures in (((7, 0), ["sm_75", "sm_80"]), ((12, 0), ["sm_80", "sm_90a"])):
+        with pytest.raises(CommError, match=f"no kernels for the GPU here.*{architectures[0]}.*--index-url"):
+            refuse_without_kernels(capability, architectures)
 
 
 LAUNCHERS = [
