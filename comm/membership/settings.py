@@ -130,7 +130,8 @@ def refuse_without_kernels(capability: tuple[int, int], architectures: list[str]
             return
     if any(built):
         raise CommError(
-            f"This torch has no kernels for the GPU here (sm_{major}{minor}); it has {', '.join(architectures)}. "
-            "Install one that has: pip install torch --index-url https://download.pytorch.org/whl/cu126 for an "
-            "older GPU, cu130 for a newer one. Or train on the CPU with CUDA_VISIBLE_DEVICES= in front."
+            f"This torch has no kernels for the GPU here (sm_{major}{minor}), only for "
+            f"{', '.join(architectures)}; install one that has: pip install torch --index-url "
+            "https://download.pytorch.org/whl/cu126 for an older GPU, cu130 for a newer one. Or train on the "
+            "CPU with CUDA_VISIBLE_DEVICES= in front of the command."
         )
