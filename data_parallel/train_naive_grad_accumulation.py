@@ -29,6 +29,7 @@ from lab.models.text import microbatches
 from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
 from training.run import Run
+from training.valid_targets import count_valid
 
 
 @dataclasses.dataclass
@@ -42,12 +43,15 @@ class Args(AccumulationArgs):
     """Number of microbatches in a step: their gradients add up, and are reduced once."""
 
 
-def accumulate(model: nn.Module, parts: list[tuple[Tensor, Tensor]], num_targets: float) -> Tensor:
+def accumulate(
+    model: nn.Module, parts: list[tuple[Tensor, Tensor]], num_targets: float | None = None
+) -> Tensor:
     """Add up the gradients of a step's microbatches in the parameters, and return the loss of all of them.
 
-    A microbatch is a pair (x, y). The loss is the mean over the step's `num_targets` valid targets, and the
-    gradients are those of this loss. It has no graph.
+    A microbatch is a pair (x, y). The loss is the mean over `num_targets` valid targets, by default those of
+    the microbatches, and the gradients are those of this loss. It has no graph.
     """
+    num_targets = num_targets or sum(count_valid(y) for _, y in parts)
     total = torch.zeros((), device=parts[0][0].device)
     for x, y in parts:
         with span("forward", "forward"):

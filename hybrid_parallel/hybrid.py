@@ -134,8 +134,9 @@ class HybridParallel(nn.Module):
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
         With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
-        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. If targets
-        are ignored (-100), give `num_targets=valid_targets(y)`; WorkbookError without it.
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. If there are
+        several replicas and targets are ignored (-100), give `num_targets=valid_targets(y)`; WorkbookError
+        without it.
         """
         # Gradients that are complete must not be completed again.
         if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
@@ -145,11 +146,13 @@ class HybridParallel(nn.Module):
         for layer in layers_of(self.module):
             layer.forget()
         x, y = self.own_tokens(x), self.own_tokens(y)
-        if num_targets is None and (num_targets := count_valid(y)) < y.numel():
-            raise WorkbookError(
-                "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
-                "backward(x, y, hybrid.valid_targets(y))."
-            )
+        if num_targets is None:
+            num_targets = count_valid(y)
+            if num_targets < y.numel() and self.sizes.replicas > 1:
+                raise WorkbookError(
+                    "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
+                    "backward(x, y, hybrid.valid_targets(y))."
+                )
         with self.in_precision():
             through = self._through_stages if self.pipeline else self._in_one_stage
             loss = through(x, y, num_targets)

@@ -420,7 +420,7 @@ def step_of(sync_each):
             (loss_of(parallel(part), target) / 3).backward()
             parallel.finish_gradient_sync()
     else:
-        accumulate(parallel, microbatches(x, y, 3), len(y))  # the lesson's function: all three backwards
+        accumulate(parallel, microbatches(x, y, 3))  # the lesson's function: all three backwards
         parallel.finish_gradient_sync()
     sent = (LEDGER.total() - before).bytes_sent
     return {name: p.grad for name, p in model.named_parameters()}, sent
@@ -642,10 +642,10 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    ```python
 #    from exercises.notebook import check
 #
-#    def accumulate(model, parts, num_targets):
+#    def accumulate(model, parts, num_targets=None):
 #        """Add up the gradients of the microbatches (x, y) in `parts`, and return the mean loss, without a graph.
 #
-#        All microbatches together have `num_targets` targets: `loss_of(model(x), y, num_targets)`."""
+#        The loss is the mean over `num_targets` targets, by default those of all microbatches: give them to `loss_of`."""
 #        ...
 #
 #    check(accumulate);
