@@ -127,15 +127,19 @@ class HybridParallel(nn.Module):
         self.optimizer = optimizer_class(self.module.parameters(), **options)
 
     def valid_targets(self, y: Tensor) -> float:
-        """Return the mean over replicas of the number of valid targets; all ranks call it."""
-        return valid_targets(self.own_tokens(y), self.mesh.replicas, self.pattern)
+        """Return the mean over replicas of the number of valid targets; all ranks call it with their batch.
+
+        Ranks along the context axis have the same batch, so only those along the data axis send something.
+        """
+        number = valid_targets(y, self.mesh.data, self.pattern) if self.sizes.data > 1 else count_valid(y)
+        return number / self.sizes.context
 
     def backward(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> Tensor:
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
         With a context axis the batch has full sequences, and the loss is that of this rank's tokens. In a
-        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. If there are
-        several replicas and targets are ignored (-100), give `num_targets=valid_targets(y)`; WorkbookError
+        pipeline the ranks of the last stage have the loss, and the others zero: see `mean_loss`. If targets
+        are ignored (-100) and there is a data axis, give `num_targets=valid_targets(y)`; WorkbookError
         without it.
         """
         # Gradients that are complete must not be completed again.
@@ -145,14 +149,14 @@ class HybridParallel(nn.Module):
             )
         for layer in layers_of(self.module):
             layer.forget()
-        x, y = self.own_tokens(x), self.own_tokens(y)
         if num_targets is None:
-            num_targets = count_valid(y)
-            if num_targets < y.numel() and self.sizes.replicas > 1:
+            if self.sizes.data > 1 and count_valid(y) < y.numel():
                 raise WorkbookError(
                     "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
                     "backward(x, y, hybrid.valid_targets(y))."
                 )
+            num_targets = count_valid(y) / self.sizes.context
+        x, y = self.own_tokens(x), self.own_tokens(y)
         with self.in_precision():
             through = self._through_stages if self.pipeline else self._in_one_stage
             loss = through(x, y, num_targets)

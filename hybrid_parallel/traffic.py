@@ -53,7 +53,8 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bo
         "pipeline": _of_numbers(numbers, groups.pipeline),
         "data": _of_data(hybrid, is_clipped)
         + _of_counts(hybrid)
-        + _of_numbers(1 + counts_targets, groups.replicas),
+        + _of_numbers(1, groups.replicas)
+        + _of_numbers(counts_targets, groups.data),
         "context": _of_context(hybrid),
         "expert": Traffic(),
         "tensor": _of_tensor(hybrid) + _of_numbers(is_clipped, groups.tensor),
