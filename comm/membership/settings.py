@@ -110,7 +110,8 @@ def choose_device(local_rank: int) -> tuple[torch.device, str, str]:
             )
         return torch.device("cpu"), backend, ""
     device = device_of(local_rank)
-    refuse_without_kernels(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
+    if torch.version.cuda is not None:
+        refuse_without_kernels(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
     torch.cuda.set_device(device)
     name = torch.cuda.get_device_properties(device).uuid if backend == "nccl" else ""
     return device, backend, str(name)
@@ -120,7 +121,7 @@ def refuse_without_kernels(capability: tuple[int, int], architectures: list[str]
     """Raise CommError if torch was built without kernels for a GPU of this compute capability.
 
     `architectures` is torch.cuda.get_arch_list(): "sm_80" runs on 8.0 and later versions of 8, and from
-    "compute_80" the driver can make kernels for any later GPU. AMD's have other names, and are not checked.
+    "compute_80" the driver can make kernels for any later GPU.
     """
     major, minor = capability
     built = [re.fullmatch(r"(sm|compute)_(\d+)(\d)\w?", name) for name in architectures]
