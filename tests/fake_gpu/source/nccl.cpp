@@ -62,11 +62,13 @@ class Nccl : public c10d::Backend {
  public:
   Nccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, py::object options)
       : Backend(rank, size),
+        options(options),
         python_(py::module_::import("tests.fake_gpu.nccl").attr("Communicators")(store, rank, size)) {}
   ~Nccl() override {
     py::gil_scoped_acquire gil;
-    python_ = py::object();
+    python_ = options = py::object();
   }
+  py::object options;
 
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsCoalescing() const override { return true; }
@@ -176,6 +178,7 @@ void define(py::module_& module) {
       .def(py::init<std::shared_ptr<Operation>, Tensors, bool>());
   py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(module, "ProcessGroupNCCL", py::dynamic_attr())
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int, py::object>())
+      .def_property_readonly("options", [](const Nccl& group) { return group.options; })
       .def_property_readonly("uid", [](const Nccl&) { return 0; });
 }
 
