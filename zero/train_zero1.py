@@ -4,11 +4,11 @@
       rank 1   gradients ─┼─ reduce-scatter ┼─► shard 1 ─► optimizer, state 1 ─┼ all-gather ┼─► parameters
       rank 2   gradients ─┘      mean       └─► shard 2 ─► optimizer, state 2 ─┘            └─► parameters
 
-In plain data parallel every rank computes the same update from the same optimizer state. It is enough if
-one rank updates each number. So each of the n ranks updates an n-th of the parameters, its shard, and sends
-the result to the others. An all-reduce is a reduce-scatter and then an all-gather; here the optimizer
-stands between the two. The all-gather can start only after the step, when no backward is left to hide it;
-the bytes are those of plain data parallel:
+In plain data parallel every rank computes the same update from the same optimizer state. But a number has to
+be updated by one rank only. So each of the n ranks keeps the state of an n-th of the parameters, its shard,
+updates that, and sends the result to the others. An all-reduce is a reduce-scatter and then an all-gather;
+here the optimizer stands between the two. The all-gather has to wait for the step, and nothing hides it. A
+rank sends as many bytes as in plain data parallel (P = G); only the optimizer's state becomes smaller:
 
       memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
@@ -20,8 +20,8 @@ the shards changes the model. Gradients have a flat tensor of their own for each
 
 `ShardOptimizer` lays the memory out. `ZeroOptimizer` reads from top to bottom: a gradient moves into its
 bucket (`_on_gradient`), a complete bucket is reduce-scattered while the backward continues (`_launch`), what
-is left is sent and awaited (`finish_gradient_sync`), and the update follows (`step`). Parts of the technique:
-shards.py, the layout, and memory.py, the report. Stage 2 (train_zero2.py) is a subclass.
+is left is sent and awaited (`finish_gradient_sync`), and the update follows (`step`). `_guard` only refuses
+wrong use (training/guard.py). Parts of the technique: shards.py, the layout, and memory.py, the report.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -137,11 +137,11 @@ class ShardOptimizer(Optimizer):
 class ZeroOptimizer(ShardOptimizer):
     """Trains a model with an `optimizer_class`: each rank of `group` updates a shard of the parameters.
 
-    The class must update each number from its own gradient and state only, as SGD and Adam do: a shard cuts
-    through parameters. `params` are as torch's optimizers take them. Parameters become rank 0's; buffers do
-    not. Call `finish_gradient_sync()` after the last backward. With several microbatches, divide each loss
-    by their number, and run all but the last inside `no_sync()`. An unused parameter gets zeros. Gradients do
-    not stay in the model, and torch's `clip_grad_norm_` would find none: clip with this class's.
+    `optimizer_class` must update each number from its own gradient and state only, as SGD and Adam do,
+    because a shard cuts through parameters. `params` are as torch's optimizers take them. All ranks begin
+    with rank 0's parameters; buffers are not sent. Call `finish_gradient_sync()` after the last backward, and
+    run the others inside `no_sync()`. An unused parameter gets zeros. Gradients do not stay in the model, so
+    clip with this class's `clip_grad_norm_`: torch's would find none.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -160,7 +160,7 @@ class ZeroOptimizer(ShardOptimizer):
         """Run as a hook in the backward: move the gradient into its bucket, and send complete buckets."""
         if self._is_synchronised:
             raise WorkbookError("A backward came after finish_gradient_sync(): call zero_grad() in between.")
-        if not self._guard.note_arrival(parameter):
+        if not self._guard.note_arrival(parameter):  # autograd's result was None
             return
         bucket = self._bucket_of[parameter]
         self._move_in(parameter, bucket)
@@ -199,7 +199,7 @@ class ZeroOptimizer(ShardOptimizer):
         """Send what is left after the last backward, with zeros for unused parameters, and wait for all."""
         if self._is_synchronised:
             return
-        self._guard.before_forward()
+        self._guard.before_forward()  # refuse parameters that were frozen or replaced since the wrapping
         while self._to_launch:
             bucket = self._to_launch.popleft()
             for parameter in bucket.missing:
