@@ -48,10 +48,10 @@ class Args(ClipArgs, training.arguments.Args):
     metronome: NotOffered = None  # it runs no layer, so there is nothing to divide
 
 
-def main(cluster: Cluster, args: Args) -> None:
-    run = Run(cluster, args, "tensor_parallel", share=(0, 1))  # all ranks train on the whole batch
+def main(cluster: Cluster, args: Args, mode: str = "tensor_parallel", by_tokens: bool = False) -> None:
+    run = Run(cluster, args, mode, share=(0, 1))  # all ranks train on the whole batch
     use_pattern(args.pattern)
-    model = parallelize(run.model(), sequence_parallel=False, overlap=args.overlap)
+    model = parallelize(run.model(), sequence_parallel=by_tokens, overlap=args.overlap)
     optimizer, observed = run.optimizer(model), Observed(model, model.module.blocks[0])
     with run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
