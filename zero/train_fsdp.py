@@ -23,11 +23,10 @@
 Ours does not have: meshes that shard along one axis and replicate along the other (HSDP), shards in CPU
 memory, and parameters that are DTensors already, as in tensor parallelism.
 
-FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they are `comm`'s, so they are
-counted, drawn, and slowed down by --link. With pattern "torch" gloo or nccl still does the work, and the
-bytes that are counted, and delayed by --link, are those of the best-known algorithm. With another pattern
-you see what FSDP2 would gain from another reduce-scatter. (The norm for --clip, a few bytes, is sent by torch
-itself and not counted.)
+FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they call `comm` with pattern
+"torch", so they are counted, drawn, and slowed down by --link, while gloo or nccl still does the work. The
+bytes that are counted, and delayed by --link, are those of the best-known algorithm. (The norm for --clip, a
+few bytes, is sent by torch itself and not counted.)
 
 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; the idea is from FSDP1: Zhao et al.,
 "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, https://arxiv.org/abs/2304.11277.
@@ -46,7 +45,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # has no public name yet
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from comm.collectives import Work, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
@@ -57,7 +55,7 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
-from training.arguments import ShardPattern, ZeroArgs
+from training.arguments import ZeroArgs
 from training.run import Run
 from training.validate import validate_nccl
 from zero.memory import Share, owned
@@ -69,12 +67,10 @@ class Args(ZeroArgs):
 
     model: Literal["gpt", "baby_cnn"] = "gpt"
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
-    pattern: ShardPattern = "torch"
-    """Algorithm of the gathers and reductions: torch is PyTorch's own, FSDP2's default; the rest are ours."""
+    pattern: Literal["torch"] = "torch"
+    """Algorithm of the gathers and reductions: always PyTorch's own, which FSDP2 uses."""
     bf16: bool = False
     """Compute and communicate in bfloat16 (16 bits). The shards and the optimizer's state stay float32."""
-    recompute: bool = False
-    """Keep only the input of each block, and compute the block's forward again in the backward."""
     reshard_after_forward: bool = True
     """Free a block's parameters after its forward, and gather them again for its backward."""
 
@@ -97,10 +93,7 @@ def blocked_unless(async_op: bool) -> contextlib.AbstractContextManager[None]:
 
 
 class ByComm:
-    """Has the pattern of an operation that calls comm, and makes the tensors that FSDP2 asks it for."""
-
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    """Makes the tensors that FSDP2 asks an operation for."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -113,7 +106,7 @@ class GatherByComm(ByComm, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         with blocked_unless(async_op):
-            handle = all_gather(output_tensor, input_tensor, group, async_op, self._pattern)
+            handle = all_gather(output_tensor, input_tensor, group, async_op, "torch")
         return CommWork(handle) if async_op else None
 
 
@@ -130,7 +123,7 @@ class ReduceByComm(ByComm, ReduceScatter):
     ) -> dist.Work | None:
         how = "mean" if op == dist.ReduceOp.AVG else "sum"
         with blocked_unless(async_op):
-            handle = reduce_scatter(output_tensor, input_tensor, how, group, async_op, self._pattern)
+            handle = reduce_scatter(output_tensor, input_tensor, how, group, async_op, "torch")
         return CommWork(handle) if async_op else None
 
 
@@ -140,30 +133,23 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def shard(
-    model: nn.Module,
-    device: torch.device,
-    pattern: str = "torch",
-    bf16: bool = False,
-    recompute: bool = False,
-    reshard_after_forward: bool = True,
+    model: nn.Module, device: torch.device, bf16: bool = False, reshard_after_forward: bool = True
 ) -> nn.Module:
     """Broadcast the model from rank 0, and let FSDP2 shard it in place."""
     for tensor in (*model.parameters(), *model.buffers()):
-        broadcast(tensor.detach(), root=0, pattern=pattern if pattern == "torch" else None)
+        broadcast(tensor.detach(), root=0, pattern="torch")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtype = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     for layer in layers_of(model):
-        if recompute:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # The loss is computed from the root's output, and needs more precision than bfloat16 has.
     policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if bf16 else None)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for part in model.modules():
         if isinstance(part, FSDPModule):  # fully_shard has changed its class
-            part.set_custom_all_gather(GatherByComm(pattern))
-            part.set_custom_reduce_scatter(ReduceByComm(pattern))
+            part.set_custom_all_gather(GatherByComm())
+            part.set_custom_reduce_scatter(ReduceByComm())
     model.full_state_dict = partial(full_state_dict, model)  # which Run compares among the ranks
     return model
 
@@ -182,7 +168,7 @@ def traffic_per_step(cluster: Cluster, args: Args, model: nn.Module) -> Traffic:
         numel = sum(-(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in parameters)
         if not numel or ranks == 1:
             return Traffic()
-        return expected_traffic(op, args.pattern, numel, itemsize)
+        return expected_traffic(op, "torch", numel, itemsize)
 
     layers = [list(layer.parameters()) for layer in layers_of(model)]
     in_layers = {id(parameter) for layer in layers for parameter in layer}
@@ -200,9 +186,7 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "fsdp")
     if cluster.device.type == "cuda":
         run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"
-    model = shard(
-        run.model(), cluster.device, args.pattern, args.bf16, args.recompute, args.reshard_after_forward
-    )
+    model = shard(run.model(), cluster.device, args.bf16, args.reshard_after_forward)
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
     mine = [(p.numel(), p.to_local().numel(), p.itemsize, p.requires_grad) for p in model.parameters()]

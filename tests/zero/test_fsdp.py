@@ -81,10 +81,8 @@ def without_noise(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | Non
 def test_with_every_option_gradients_are_the_same_and_all_messages_are_comms_and_as_many_as_by_formula():
     ways: list[dict[str, Any]] = [
         {},
-        {"grad_acc_steps": 3, "recompute": True},
+        {"grad_acc_steps": 3},
         {"reshard_after_forward": False, "grad_acc_steps": 2},
-        {"pattern": "pipelined_ring"},
-        {"pattern": "tree"},
         {"bf16": True},
     ]
 
@@ -92,14 +90,12 @@ def test_with_every_option_gradients_are_the_same_and_all_messages_are_comms_and
         expected = reference_gradients(frozen_gpt(0).float(), lambda m: text_loss(m, *text()))
         for way in ways:
             args = Args(**way)
-            options = args.pattern, args.bf16, args.recompute, args.reshard_after_forward
+            options = args.bf16, args.reshard_after_forward
             model = shard(frozen_gpt(cluster.rank).float(), cluster.device, *options)
             LEDGER.clear()
             accumulate(model, text_loss, mine(cluster, text()), args.grad_acc_steps)
             assert LEDGER.total() == traffic_per_step(cluster, args, model), way
-            used = {
-                Entry(op, args.pattern, args.pattern == "torch") for op in ("all_gather", "reduce_scatter")
-            }
+            used = {Entry(op, "torch", by_formula=True) for op in ("all_gather", "reduce_scatter")}
             assert used <= LEDGER.rows().keys(), way
             found = without_noise(full_tensors(gradients(model)))
             rtol = 2**-3 if args.bf16 else 1e-4
