@@ -63,7 +63,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.timeline import span
 from training.arguments import NotOffered
-from training.checkpoint import Shard, shards_of
+from training.checkpoint import Shard, plain_shards
 from training.gradients import average_gradients
 from training.run import Run
 
@@ -231,10 +231,7 @@ class ExpertParallel(nn.Module):
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of the full model and of the optimizer's state."""
-        found = [Shard(f"model/{name}", buffer) for name, buffer in self.module.named_buffers()]
-        for name, parameter in self.module.named_parameters():
-            found += shards_of(name, parameter, optimizer)
-        return found
+        return plain_shards(self.module, optimizer)  # an expert has its number in its name
 
 
 @dataclass
