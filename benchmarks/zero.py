@@ -69,7 +69,7 @@ def held(cluster: Cluster) -> dict[str, float]:
         one = training(name)
         one()
         measured = MemoryReport(one.model, one.optimizer).measure()
-        result[name] = measured.parameters + measured.gradients + measured.optimizer_state
+        result[name] = sum(measured[kind] for kind in ("parameters", "gradients", "optimizer_state"))
     return result
 
 

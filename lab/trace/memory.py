@@ -16,7 +16,6 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -155,7 +154,12 @@ class Observed:
         self.kept_bytes = saved.bytes
 
     def _parameters(self) -> Iterator[Tensor]:
-        yield from self._model.parameters()
+        own = (p for module in self._model.modules() for p in module.parameters(recurse=False))
+        for parameter in own:  # a wrapper's `parameters()` may be others
+            # Where stage 3 of ZeRO has freed a parameter, one number stands for all of its.
+            is_dtensor = is_traceable_wrapper_subclass(parameter)
+            if is_dtensor or parameter.untyped_storage().nbytes() >= parameter.nbytes:
+                yield parameter
 
     def _count(self, sign: int) -> None:
         self.sent_bytes += sign * LEDGER.total().bytes_sent
@@ -166,22 +170,10 @@ class Observed:
             hook.remove()
 
 
-@dataclass(frozen=True)
-class TrainingBytes:
-    """The bytes that a rank's training holds, by kind of tensor, and the activations of a forward."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    step_counters: int  # AdamW counts its steps, for each parameter
-    other_tensors: int
-    activations: int  # 0 if no forward was watched
-
-
 class MemoryReport(Observed):
     """Measures what a rank's training holds after a step, beside what it `should` hold, without padding.
 
-    `should` has the bytes of some kinds of tensors by their names in TrainingBytes.
+    `should` has the bytes of some kinds of tensors by their names in `measure`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, should: object | None = None) -> None:
@@ -189,16 +181,8 @@ class MemoryReport(Observed):
         self._optimizer = optimizer
         self._should = {} if should is None else vars(should)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        own = (p for module in self._model.modules() for p in module.parameters(recurse=False))
-        for parameter in own:  # a wrapper's `parameters()` may be others
-            # Where stage 3 of ZeRO has freed a parameter, one number stands for all of its.
-            is_dtensor = is_traceable_wrapper_subclass(parameter)
-            if is_dtensor or parameter.untyped_storage().nbytes() >= parameter.nbytes:
-                yield parameter
-
-    def measure(self) -> TrainingBytes:
-        """Return the bytes that are held now."""
+    def measure(self) -> dict[str, int]:
+        """Return the bytes that are held now by kind, and the activations of the first forward (or 0)."""
         groups = self._optimizer.param_groups
         parameters = [*self._parameters(), *(p for group in groups for p in group["params"])]
         states = [item for state in self._optimizer.state.values() for item in state.items()]
@@ -208,15 +192,16 @@ class MemoryReport(Observed):
                 "parameters": parameters,
                 "gradients": [parameter.grad for parameter in parameters],
                 "optimizer_state": [tensor for name, tensor in state if name != "step"],
+                # AdamW counts its steps, for each parameter.
                 "step_counters": [tensor for name, tensor in state if name == "step"],
             }
         )
         other = sizes.pop("other")
-        return TrainingBytes(**sizes, other_tensors=other, activations=self.kept_bytes or 0)
+        return {**sizes, "other_tensors": other, "activations": self.kept_bytes or 0}
 
     def fields(self) -> dict[str, int]:
         """Return what this rank holds and should hold. What it holds beyond the formula is padding."""
-        held = vars(self.measure())
+        held = self.measure()
         return {
             **{f"{name}_bytes": size for name, size in held.items()},
             "padding_bytes": sum(held[name] - size for name, size in self._should.items()),

@@ -263,7 +263,7 @@ for n, group in groups.items():
         number = sum(p.numel() for p in module.parameters())
         _, memory, sent[n, stage] = train(stage, module, batch, group)
         one = memory.measure()
-        held[n, stage] = [size / number for size in (one.parameters, one.gradients, one.optimizer_state)]
+        held[n, stage] = [one[kind] / number for kind in ("parameters", "gradients", "optimizer_state")]
         del module, memory
 
 # %%
@@ -602,10 +602,10 @@ for name, stage, recompute in (
     model, memory, _ = train(stage, gpt, batch, steps=1)
     one = memory.measure()
     totals[name] = {
-        "parameters": one.parameters,
-        "gradients": one.gradients,
-        "optimizer state": one.optimizer_state,
-        "activations": one.activations,
+        "parameters": one["parameters"],
+        "gradients": one["gradients"],
+        "optimizer state": one["optimizer_state"],
+        "activations": one["activations"],
     }
     gradients[name] = [p.grad.clone() for p in model.parameters()]
     forwards[name] = len(count)
