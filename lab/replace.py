@@ -27,8 +27,12 @@ def active() -> dict[str, Any]:
 @contextlib.contextmanager
 def replaced(path: str, implementation: Any) -> Iterator[None]:
     """Replace the object at `path`, such as "comm.cost.seconds", in a `with` block, or raise LookupError."""
-    owner, name = _locate(path)
-    original = owner.__dict__[name]
+    owner_path, _, name = path.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(owner_path)
+        original = owner.__dict__[name]
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise LookupError(f"Nothing to replace at {path}: no function or class has that name.") from error
     own_bindings = _bindings(implementation, path)
     before = active()
     _active[path] = implementation
@@ -56,28 +60,16 @@ def apply(replacements: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _locate(path: str) -> tuple[Any, str]:
-    owner_path, _, name = path.rpartition(".")
-    try:
-        owner = pkgutil.resolve_name(owner_path)
-        owner.__dict__[name]
-    except (ImportError, AttributeError, KeyError, ValueError) as error:
-        raise LookupError(f"Nothing to replace at {path}: no function or class has that name.") from error
-    return owner, name
-
-
 def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
     """Return the modules, with the names, that bind this object, which belongs to `path`.
 
     Libraries do not bind our objects, and reading theirs would copy memory pages that a forked rank shares.
     """
-    packages = {name.partition(".")[0] for name in list(sys.modules)}
-    if not _is_library(path.partition(".")[0]):
-        packages = {name for name in packages if not _is_library(name)}
+    own_package = path.partition(".")[0]
     return [
         (module, binding)
         for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in packages
+        if (package := name.partition(".")[0]) == own_package or not _is_library(package)
         for binding, bound in list(getattr(module, "__dict__", {}).items())
         if bound is value
     ]

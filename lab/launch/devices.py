@@ -10,29 +10,24 @@ def num_gpus() -> int:
 
 
 def device_of(local_rank: int, device: str = "cuda") -> torch.device:
-    """Return the device of a rank: `device`, or for "cuda" the GPU `local_rank` modulo the number of GPUs."""
-    chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", local_rank % num_gpus())
-    return chosen
+    """Return the device of a rank: the CPU, or for "cuda" the GPU `local_rank` modulo the number of GPUs."""
+    return torch.device("cuda", local_rank % num_gpus()) if device == "cuda" else torch.device(device)
 
 
 def refuse_devices(device: str, backend: str | None, world_size: int) -> None:
     """Raise WorkbookError if `run_ranks` cannot use `device`, or not with this backend and world size."""
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda"):
+    if device not in ("cpu", "cuda"):
         raise WorkbookError(f"run_ranks(device={device!r}): it must be 'cpu' or 'cuda'.")
     needs_nccl = backend is not None and "nccl" in backend
-    if kind == "cpu":
+    if device == "cpu":
         if needs_nccl:
             raise WorkbookError("run_ranks(backend='nccl'): nccl sends from GPUs only; add device='cuda'.")
         return
     gpus = num_gpus()
-    if int(index or 0) >= gpus:
-        raise WorkbookError(f"run_ranks(device={device!r}): this machine has {gpus} GPUs.")
-    usable = 1 if index else gpus
-    if needs_nccl and world_size > usable:
+    if not gpus:
+        raise WorkbookError("run_ranks(device='cuda'): this machine has 0 GPUs.")
+    if needs_nccl and world_size > gpus:
         raise WorkbookError(
-            f"run_ranks(backend='nccl'): {world_size} ranks have {usable} GPUs, and nccl needs one for each; "
+            f"run_ranks(backend='nccl'): {world_size} ranks have {gpus} GPUs, and nccl needs one for each; "
             "start fewer ranks, or let them share with backend='gloo'."
         )

@@ -109,7 +109,7 @@ class RanksMagics(Magics):
 
     @cell_magic("rank")  # type: ignore[arg-type]
     def on_some(self, line: str, cell: str) -> None:
-        """Run the cell on some ranks, such as 0 or 0,2 or 1-3."""
+        """Run the cell on some ranks, such as 0 or 0,2."""
         self._run(cell, parse_ranks(line.replace(TIMELINE, "")), TIMELINE in line)
 
     def push(self, *, ranks: Iterable[int] | None = None, **values: Any) -> None:
@@ -164,11 +164,8 @@ class RanksMagics(Magics):
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the ranks in "0", "0,2" or "1-3". Raise WorkbookError for other texts."""
-    ranks: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise WorkbookError(f"%%rank {text}: write ranks such as 0 or 0,2 or 1-3.")
-        ranks += range(int(first), int(last if dash else first) + 1)
-    return ranks
+    """Return the ranks in "0" or "0,2". Raise WorkbookError for other texts."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise WorkbookError(f"%%rank {text}: write ranks such as 0 or 0,2.")
+    return [int(part) for part in parts]

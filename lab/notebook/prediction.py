@@ -10,7 +10,6 @@ measured         2.000      2.000 times the prediction
 """
 
 import html
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -64,14 +63,12 @@ class Prediction:
         return Comparison(self.value, float(measured), self.unit)
 
 
-def predict(
-    question: str, example: float, unit: str = "", ask: Callable[[str], str] | None = None
-) -> Prediction:
+def predict(question: str, example: float, unit: str = "") -> Prediction:
     """Ask for a number. Where there is no keyboard, return `example`, a guess that many readers make."""
     prompt = f"{question} [{unit or 'a number'}] "
     while True:
         try:
-            text = (ask or input)(prompt).strip()
+            text = input(prompt).strip()
             return Prediction(float(text.replace(",", "")), unit)
         except ValueError:
             print(f"{text!r} is not a number. Type one, such as 2 or 0.5.")

@@ -164,13 +164,9 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as strict JSON takes it: tensors as numbers or lists, NaN and infinity as None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    """Return the value as strict JSON takes it: NaN and infinity, also in a list, as None."""
+    if isinstance(value, list):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -14,7 +14,6 @@ On a GPU a span starts and ends at marks in the stream (lab.trace.stream_clock).
 """
 
 import json
-import math
 import threading
 import time
 from collections import deque
@@ -140,16 +139,10 @@ def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
             for event in track:
                 rows.append({"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid})
                 rows[-1] |= {"ts": (event.start_ns - zero) / 1000, "dur": event.duration_ns / 1000}
-                rows[-1] |= {"args": {key: _plain(value) for key, value in event.args.items()}}
+                rows[-1] |= {"args": event.args}
     Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}))
     return Path(path)
 
 
 def _label(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
-def _plain(value: Any) -> Any:
-    """Return a number or a text unchanged, and all else as text: strict JSON has no NaN or infinity."""
-    finite = isinstance(value, float) and math.isfinite(value)
-    return value if finite or isinstance(value, int | str) else str(value)
