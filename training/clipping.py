@@ -32,7 +32,10 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if device is None else device)
     for parameter in parameters:
         if parameter.grad is not None and parameter not in uncounted:
-            total += sum_of_squares(parameter.grad)
+            gradient = parameter.grad
+            # A square of float16 overflows at 256.
+            values = gradient.float() if gradient.itemsize < 4 else gradient
+            total += values.square().sum().double()
     for group in groups:
         all_reduce(total, group=group, pattern=pattern)
     norm = total.sqrt()
@@ -41,9 +44,3 @@ def clip_grad_norm_(
         if parameter.grad is not None:
             parameter.grad.mul_(scale)
     return norm
-
-
-def sum_of_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares, in float64."""
-    values = gradient.float() if gradient.itemsize < 4 else gradient  # a square of float16 overflows at 256
-    return values.square().sum().double()
