@@ -35,6 +35,15 @@ mutant(
 )
 
 mutant(
+    "checkpoint_of_a_run_that_has_diverged",
+    "The last good checkpoint is gone: one whose weights are not finite has replaced it.",
+    target="training.checkpoint.Checkpoints._write",
+    changes={"refuse_not_finite(shards)": ""},
+    killer="tests/training/test_finite.py::"
+    "test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays",
+)
+
+mutant(
     "checkpoint_of_tensors_that_change",
     "A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes.",
     target="training.checkpoint.Checkpoints._copied",
