@@ -1,7 +1,7 @@
 # This makes two images: `lessons`, which docker-compose.yaml builds, and `notebook`, the same with Jupyter:
 #
 #   docker build --target notebook -t workbook-notebook .
-FROM python:3.11-slim AS lessons
+FROM python:3.11-slim AS libraries
 
 # A container shapes its own link with tc, although nothing in it runs as root: this copy of tc, which only
 # the learner's group may run, has the one capability that it needs. The capability takes effect only if the
@@ -25,14 +25,18 @@ RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
  && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
 
-COPY --chown=learner:learner . .
-USER learner
 # PYTHONPATH replaces `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
 ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1
 ENTRYPOINT ["bash", "entrypoint.sh"]
 
-FROM lessons AS notebook
-USER root
+FROM libraries AS lessons
+COPY --chown=learner:learner . .
+USER learner
+# Or each container would compile the lessons when it starts. A mistake in one is told when it runs.
+RUN python -m compileall -qq comm lab training zero *_parallel || true
+
+FROM libraries AS notebook
 RUN sed -n '/^# notebook/,/^$/p' requirements.txt > /tmp/requirements.txt \
  && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir -r /tmp/requirements.txt
+COPY --chown=learner:learner . .
 USER learner

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,29 +47,31 @@ def up() -> Iterator[Up]:
         )
 
 
-def run_cluster(
-    *nodes: str, timeout: float = 120, kill: tuple[str, str] | None = None, **env: str
-) -> dict[str, Node]:
-    """Run to the end; with `kill` (a node, a text) that node is killed once node0 has printed the text."""
+def run_cluster(*nodes: str, timeout: float = 120, **env: str) -> dict[str, Node]:
+    """Run all nodes, or these ones, to the end."""
     try:
-        if kill is not None:
-            threading.Thread(target=kill_after, args=(*kill, time.monotonic() + timeout), daemon=True).start()
         only = ["--no-deps", *nodes] if nodes else []
         log = compose("up", *only, timeout=timeout, env=env, check=False)
-        ids = docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={NAME}").stdout.split()
+        ids = containers()
         assert ids, log
-        return dict(outcome(container) for container in json.loads(docker("inspect", *ids).stdout))
+        return dict(outcome(container) for container in inspected(ids))
     finally:
-        compose("down", "--timeout", "1", "--remove-orphans", timeout=120)
+        remove_containers()
 
 
-def kill_after(node: str, text: str, deadline: float) -> None:
-    while time.monotonic() < deadline:
-        logs = docker("logs", f"{NAME}_node0_1", check=False)
-        if text in logs.stdout + logs.stderr:
-            docker("kill", f"{NAME}_{node}_1")
-            return
-        time.sleep(0.2)
+def containers() -> list[str]:
+    """Return the ids of the nodes' containers, also of those that have ended."""
+    return docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={NAME}").stdout.split()
+
+
+def inspected(ids: list[str]) -> list[dict]:
+    return json.loads(docker("inspect", *ids).stdout)
+
+
+def remove_containers() -> None:
+    """Kill and remove the nodes' containers, and leave the network and the volume for the next ones."""
+    if ids := containers():
+        docker("rm", "--force", *ids)
 
 
 def outcome(container: dict) -> tuple[str, Node]:

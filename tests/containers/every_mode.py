@@ -1,10 +1,12 @@
 """Run the lessons in MODES one after the other, in the place of entrypoint.sh in each container.
 
 Each line of MODES is a RUN_MODE and its options. The lessons run in forks of a process that has imported
-torch, or 24 lessons in 4 containers would spend most of their time on that. Each has a port of its own,
-because the first ranks may begin while the last ones still leave.
+the libraries, or 27 lessons in 4 containers would spend most of their time on that. Each fork imports the
+workbook itself. Each lesson has a port of its own, because the first ranks may begin while the last ones
+still leave.
 """
 
+import importlib
 import os
 import re
 import runpy
@@ -12,7 +14,11 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch.distributed  # noqa: F401
+LIBRARIES = (
+    *("matplotlib.figure", "rich.progress", "rich.table", "safetensors.torch", "tyro", "yaml"),
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
+)
 
 SCRIPTS = dict(re.findall(r"^(\w+) +(\S+\.py) ", Path("entrypoint.sh").read_text(), re.MULTILINE))
 
@@ -38,6 +44,8 @@ def exit_status(mode: str, options: list[str], port: int) -> int:
         os._exit(status)
 
 
+for name in LIBRARIES:
+    importlib.import_module(name)
 failed = False
 for number, line in enumerate(os.environ["MODES"].splitlines(), start=1):
     mode, *options = line.split()

@@ -1,12 +1,25 @@
 """Test what `docker-compose up` makes of the lessons, the nodes and their links."""
 
 import json
+import math
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from tests.containers.conftest import IMAGE, NAME, Node, Up, compose, docker
+from tests.containers.conftest import (
+    IMAGE,
+    NAME,
+    Node,
+    Up,
+    compose,
+    containers,
+    docker,
+    inspected,
+    outcome,
+    remove_containers,
+)
 from tests.listening import listed
 from tests.run_modes import MODES, few_steps
 
@@ -64,15 +77,16 @@ def test_bucket_overlap_trains_on_four_nodes_and_hides_communication_on_a_slow_l
 
 
 def test_a_checkpoint_in_shards_is_on_a_disk_that_all_nodes_share_and_other_nodes_go_on_from_it(up):
-    def run(args: str, **settings: str) -> dict[str, float]:
-        nodes = up(RUN_MODE="zero3", ARGS=f"--json --size tiny {args}", timeout=240, **settings)
-        assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
-        return nodes["node0"].json()
+    def run(nodes: list[str], args: str) -> dict[str, float]:
+        settings = {"RUN_MODE": "zero3", "WORLD_SIZE": str(len(nodes))}
+        ended = up(*nodes, **settings, ARGS=f"--json --size tiny {args}", timeout=240)
+        assert exit_codes(ended) == dict.fromkeys(nodes, 0), ended
+        return ended["node0"].json()
 
-    assert run("--steps 3 --checkpoint checkpoints/z")["steps"] == 3
-    rest = run("--steps 6 --checkpoint checkpoints/z --resume", WORLD_SIZE="3")
+    assert run(NODES, "--steps 3 --checkpoint checkpoints/z")["steps"] == 3
+    rest = run(NODES[:3], "--steps 6 --checkpoint checkpoints/z --resume")
     assert rest["steps"] == 3
-    assert rest["last_loss"] == pytest.approx(run("--steps 6")["last_loss"], rel=1e-4)
+    assert rest["last_loss"] == pytest.approx(run(NODES[:1], "--steps 6")["last_loss"], rel=1e-4)
 
 
 def test_every_lesson_runs_with_its_defaults_on_four_nodes(up):
@@ -82,7 +96,10 @@ def test_every_lesson_runs_with_its_defaults_on_four_nodes(up):
     assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
     reports = [json.loads(line) for line in nodes["node0"].stdout.splitlines() if line.startswith("{")]
     assert [(one["run_mode"], one["world_size"]) for one in reports] == [(mode, 4) for mode, _, _ in MODES]
-    assert all(one.get("replicas_equal", True) == (one["run_mode"] != "train") for one in reports)
+    for one in reports:
+        if one["run_mode"] not in ("comm", "point_to_point"):
+            assert one["steps"] == 1 and math.isfinite(one["last_loss"]), one
+            assert one["replicas_equal"] is (one["run_mode"] != "train"), one
 
 
 def test_six_nodes_train_where_the_profile_starts_eight(up):
@@ -127,18 +144,6 @@ def test_an_unknown_run_mode_lists_the_modes_once_and_all_nodes_exit_2(up):
     assert all(not node.stderr for node in nodes.values())
 
 
-def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(up):
-    args = "--steps 100000 --size tiny"
-    nodes = up(RUN_MODE="data_parallel_naive", ARGS=args, kill=("node2", "step 1/"))
-    for name in ("node0", "node1", "node3"):
-        assert nodes[name].exit_code == 1
-        [sentence] = [line for line in nodes[name].stderr.splitlines() if "has died" in line]
-        assert "(ring)" in sentence and sentence.endswith(
-            "rank 2 has died, so look for the first error in its log."
-        )
-        assert "Traceback" not in nodes[name].stderr
-
-
 def test_delay_is_there_or_said_not_to_be(up):
     nodes = up(RUN_MODE="point_to_point", WORLD_SIZE="2", LINK_DELAY="5ms", ARGS="--json")
     assert exit_codes(nodes) == dict.fromkeys(NODES, 0), nodes
@@ -146,24 +151,48 @@ def test_delay_is_there_or_said_not_to_be(up):
         assert nodes["node0"].json()["alpha_seconds"] >= 5e-3
 
 
-def test_every_node_listens_in_the_network_of_the_nodes_only(up):
+@pytest.fixture(scope="module")
+def killed(up: Up) -> Iterator[tuple[dict[str, set[str]], dict[str, Node]]]:
+    """Return the addresses on which nodes listen while they train, and their ends after node2 was killed."""
+    args = "--steps 100000 --size tiny"
     try:
-        compose(
-            "up", "--detach", timeout=120, env={"RUN_MODE": "data_parallel_naive", "ARGS": "--steps 100000"}
-        )
-        ids = docker("ps", "-q", "--filter", f"label=com.docker.compose.project={NAME}").stdout.split()
-        assert len(ids) == len(NODES)
+        compose("up", "--detach", timeout=120, env={"RUN_MODE": "data_parallel_naive", "ARGS": args})
+        ids = containers()
         deadline = time.monotonic() + 120
         while not any("step 1/" in docker("logs", node).stdout for node in ids):
             assert time.monotonic() < deadline
-            time.sleep(0.5)
-        for container in json.loads(docker("inspect", *ids).stdout):
-            (network,) = container["NetworkSettings"]["Networks"].values()
-            table = docker("exec", container["Id"], "cat", "/proc/net/tcp", "/proc/net/tcp6").stdout
-            addresses = {address for address, _, _ in listed(table)}
-            assert addresses - {DOCKERS_NAME_SERVER} == {network["IPAddress"]}, container["Name"]
+            time.sleep(0.2)
+        foreign = {container["Name"]: addresses_beside_its_own(container) for container in inspected(ids)}
+        docker("kill", f"{NAME}_node2_1")
+        docker("wait", *ids)
+        yield foreign, dict(outcome(container) for container in inspected(ids))
     finally:
-        compose("down", "--timeout", "1", timeout=120)
+        remove_containers()
+
+
+def addresses_beside_its_own(container: dict) -> set[str]:
+    """Return the addresses on which a node listens, without that of the nodes' network."""
+    (network,) = container["NetworkSettings"]["Networks"].values()
+    table = docker("exec", container["Id"], "cat", "/proc/net/tcp", "/proc/net/tcp6").stdout
+    addresses = {address for address, _, _ in listed(table)}
+    assert network["IPAddress"] in addresses
+    return addresses - {network["IPAddress"]}
+
+
+def test_every_node_listens_in_the_network_of_the_nodes_only(killed):
+    foreign, _ = killed
+    assert list(foreign.values()) == [{DOCKERS_NAME_SERVER}] * len(NODES), foreign
+
+
+def test_after_a_node_is_killed_all_others_name_it_and_what_they_were_doing(killed):
+    _, nodes = killed
+    for name in ("node0", "node1", "node3"):
+        assert nodes[name].exit_code == 1
+        [sentence] = [line for line in nodes[name].stderr.splitlines() if "has died" in line]
+        assert "(ring)" in sentence and sentence.endswith(
+            "rank 2 has died, so look for the first error in its log."
+        )
+        assert "Traceback" not in nodes[name].stderr
 
 
 def test_nothing_in_a_container_runs_as_root(up):

@@ -9,7 +9,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.containers.conftest import NAME, compose, docker
+from tests.containers.conftest import NAME, compose, docker, remove_containers
 
 CONTAINER = f"{NAME}_notebook_1"
 CELLS = (
@@ -44,7 +44,7 @@ def port(up) -> Iterator[int]:
         compose("up", "--build", "-d", timeout=600, env=settings)
         yield port
     finally:
-        compose("down", "--timeout", "1", "--remove-orphans", timeout=120, env=settings)
+        remove_containers()
 
 
 def answer(port: int, token: str = "") -> int:

@@ -3,7 +3,7 @@
 import re
 import time
 
-from tests.containers.conftest import NAME, Up, compose, docker
+from tests.containers.conftest import NAME, Up, compose, docker, remove_containers
 
 ARGS = (
     "--tensor 2 --size tiny --steps 1000000 --checkpoint checkpoints/run --checkpoint-every 5 --auto-resume"
@@ -50,4 +50,4 @@ def test_a_killed_node_is_started_again_and_training_goes_on_by_itself(up: Up):
             assert kept >= before
         wait_for("node0", r"step (\d+)/1000000 +loss", 6)
     finally:
-        compose("down", "--timeout", "1", timeout=120)
+        remove_containers()
