@@ -25,6 +25,7 @@ from lab.models.model import GPT, Attention, loss_of
 from training.arguments import NotOffered, Size
 from training.evaluation import sums_of
 from training.gradients import average_gradients
+from training.guard import Guard
 from training.valid_targets import count_valid
 
 MAX_LENGTH = 1 << 20  # tokens
@@ -80,7 +81,8 @@ class ContextParallel(nn.Module):
 
     `attention` is ring_attention or all_to_all_attention. Calls take the full tokens, (batch, time), and
     return the logits of this rank's tokens. With `has_documents` attention stays within the documents of the
-    text. Compute the loss with `loss`, and call `finish_gradient_sync()` after the last backward. With
+    text. Compute the loss with `loss`, and call `finish_gradient_sync()` after the last backward. A penalty
+    on weights may be added to this loss on every rank, because gradients are means over ranks. With
     torch.utils.checkpoint, call the backward before the next forward: a block that is computed again uses the
     sequences of the last forward.
     """
@@ -104,6 +106,8 @@ class ContextParallel(nn.Module):
             broadcast(tensor.data, root=0, group=group)
         for block in module.blocks:
             block.attention.attend_by_head = partial(self._attend, block.attention)
+        self._guard = Guard(module)
+        self._guard.watch()
 
     def _attend(self, attention: Attention, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
         """Attend in each head: own queries to the keys of all ranks."""
@@ -133,13 +137,16 @@ class ContextParallel(nn.Module):
         A rank that has more of them than others counts more, so the sum is divided by the mean number of
         valid targets. All ranks have all targets, so nothing has to be sent for it.
         """
-        own = self.own(targets_bt)
+        own = self._cut(targets_bt.shape[1], dist.get_world_size(self.group)).own(
+            targets_bt, dist.get_rank(self.group)
+        )
         num_targets = count_valid(targets_bt) / dist.get_world_size(self.group)
         return loss_of(logits_btv, own, num_targets)
 
     def finish_gradient_sync(self) -> None:
         """Take the mean of each gradient over the ranks, all in one all-reduce."""
         average_gradients(self.module.parameters(), self.group)
+        self._guard.expect_gradients()
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
         """Return the sums over this rank's tokens of a held-out batch."""

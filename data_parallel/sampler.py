@@ -34,6 +34,8 @@ class DistributedSampler(Sampler[int]):
     ) -> None:
         if uneven not in get_args(Uneven):
             raise WorkbookError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}.")
+        if not isinstance(num_examples, int):
+            raise WorkbookError("num_examples is a number: give len(dataset), and not the dataset.")
         if not 0 <= rank < world_size:
             raise WorkbookError(
                 f"Rank {rank} is not one of {world_size} ranks, which are 0 to {world_size - 1}."

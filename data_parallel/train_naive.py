@@ -54,6 +54,7 @@ class NaiveDataParallel(nn.Module):
         self._guard = Guard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
+        self._guard.watch()
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._guard.before_forward()
@@ -70,6 +71,7 @@ class NaiveDataParallel(nn.Module):
                 if parameter.grad is None:  # not used here: all ranks must call all_reduce, so send zeros
                     parameter.grad = torch.zeros_like(parameter)
                 all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
+        self._guard.expect_gradients()
 
 
 def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:

@@ -64,7 +64,8 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.timeline import span
 from training.arguments import NotOffered
 from training.checkpoint import Shard, plain_shards
-from training.gradients import average_gradients
+from training.gradients import average_gradients, is_in_backward
+from training.guard import Guard
 from training.run import Run
 
 
@@ -92,8 +93,11 @@ class MixtureOfExperts(nn.Module):
     """Send each token to its experts, and return the weighted sum of what these make of it.
 
     `chosen_rE` counts for each rank how many of its tokens have chosen each expert, in the last forward in
-    training mode, and `sent_rE` how many it has sent there. The others were dropped.
+    training mode, and `sent_rE` how many it has sent there. The others were dropped. `counts_rE` adds up
+    the choices of all these forwards since the bias was moved.
     """
+
+    counts_rE: Tensor | None = None
 
     def __init__(
         self, config: GPTConfig, moe: MoEConfig, groups: ExpertGroups, seed: int, layer: int
@@ -114,6 +118,8 @@ class MixtureOfExperts(nn.Module):
         probabilities_tE, weights_tk, experts_tk = self.router(x_td)
         chosen_rE, sent_rE = self.count(experts_tk)
         if self.training:
+            if not is_in_backward():  # which computes a forward again
+                self.counts_rE = chosen_rE if self.counts_rE is None else self.counts_rE + chosen_rE
             self.chosen_rE, self.sent_rE = chosen_rE, sent_rE
             self.auxiliary_loss = auxiliary_loss(probabilities_tE, chosen_rE)
 
@@ -183,7 +189,9 @@ class ExpertParallel(nn.Module):
 
     Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one
     process with the global batch (with a capacity, of one that drops the same tokens). Every trained
-    parameter gets a gradient, which is zero for an expert without tokens.
+    parameter gets a gradient, which is zero for an expert without tokens. A penalty on weights belongs into
+    the optimizer (weight_decay): of one that is added to the loss, experts would get an n-th, for the n ranks
+    of an expert group.
     """
 
     def __init__(self, module: GPT, moe: MoEConfig, groups: ExpertGroups, seed: int = 0) -> None:
@@ -199,6 +207,8 @@ class ExpertParallel(nn.Module):
         # Experts are drawn from seed, layer and number, so replicas of an expert are equal already.
         for tensor in [*self.dense, *module.buffers()]:
             broadcast(tensor.data, root=0, group=groups.everyone)
+        self._guard = Guard(module)
+        self._guard.watch()
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         """Return the logits of this rank's slice of the batch."""
@@ -206,17 +216,23 @@ class ExpertParallel(nn.Module):
 
     def auxiliary_loss(self) -> Tensor:
         """Return the sum over layers of the balancing loss of the last forward."""
-        return torch.stack([layer.auxiliary_loss for layer in self.layers]).sum()
+        total = torch.stack([layer.auxiliary_loss for layer in self.layers]).sum()
+        if torch.is_grad_enabled() and self.layers[0].router.weight.requires_grad and not total.requires_grad:
+            raise WorkbookError("The auxiliary loss has no gradient: checkpoints need use_reentrant=False.")
+        return total
 
     def move_biases(self, rate: float) -> None:
-        """Move each router's bias by the counts of the last forward, which are the same on all ranks."""
+        """Move each router's bias by the counts of all forwards of the step, the same on all ranks."""
         for layer in self.layers:
-            move_bias(layer.router.bias_E, layer.chosen_rE, rate)
+            if layer.counts_rE is not None:
+                move_bias(layer.router.bias_E, layer.counts_rE, rate)
+            layer.counts_rE = None
 
     def finish_gradient_sync(self) -> None:
         """Average gradients over all ranks, and those of an expert over its replicas."""
         average_gradients(self.dense, self.groups.everyone)
         average_gradients(self.experts, self.groups.replicas)
+        self._guard.expect_gradients()
         for parameter in self.experts:
             if parameter.requires_grad:
                 parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks

@@ -25,6 +25,7 @@ different times in different stages.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from hybrid_parallel.clipping import counted_elsewhere
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import Experts, ReplicatedExperts, add_experts, experts_of, layers_of
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.sizes import refuse_sizes
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, MLP, loss_of
+from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
@@ -75,6 +77,12 @@ class HybridParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
+        config = model.config if isinstance(model, GPT) else MLPConfig(len(model.layers), model.sizes[1])
+        if isinstance(config, GPTConfig):
+            config = replace(config, block_size=example.shape[1])
+        batch_size = len(example) * mesh.sizes.data * mesh.sizes.microbatches
+        num_experts = 1 if experts is None else experts.moe.num_experts
+        refuse_sizes(mesh.sizes, config, batch_size, dist.get_world_size(), num_experts)
         self.mesh, self.plain, self.sizes, sizes = mesh, model, mesh.sizes, mesh.sizes
         self.device = example.device
         for group in (mesh.pipeline, mesh.replicas, mesh.context, mesh.tensor):

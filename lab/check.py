@@ -17,7 +17,10 @@ Tensors = Mapping[str, Tensor | None]
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a copy of every parameter's gradient by name, or None without one. Tied weights appear once."""
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    return {name: None if grad is None else grad.detach().clone() for name, grad in grads.items()}
+    return {
+        name: None if grad is None else grad.detach().as_subclass(Tensor).clone()
+        for name, grad in grads.items()
+    }
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor | None]:
@@ -56,7 +59,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, flo
         return f"there is {'none, but one' if actual is None else 'one, but none'} is expected"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    a, e = actual.double().cpu(), expected.double().cpu()
+    a, e = (each.as_subclass(Tensor).double().cpu() for each in (actual, expected))
     if torch.equal(a, e):
         return ""
     scale = max(_largest(e), floor)
@@ -70,7 +73,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, flo
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    return tensor.as_subclass(Tensor).abs().max().item() if tensor.numel() else 0.0
 
 
 def module_digest(module: nn.Module) -> str:

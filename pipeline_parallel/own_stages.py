@@ -77,6 +77,8 @@ class OwnStages(nn.Module):
                 holders.setdefault(parameter, set()).add(self.rank_of[s])
                 self.first_names.setdefault(parameter, name)
         self.first_names = {parameter: self.first_names[parameter] for parameter in self.parameters()}
+        if idle := {*self.rank_of.values()}.difference(*holders.values()):
+            raise WorkbookError(f"Rank {min(idle)} would have no parameters to train: cut fewer stages.")
         self._tie({parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1})
 
     def _tie(self, shared: dict[nn.Parameter, list[int]]) -> None:
@@ -95,9 +97,11 @@ class OwnStages(nn.Module):
     def _make_copies_equal(self) -> None:
         for copy, peer in self.tied:
             if self.rank < peer:
-                send(copy, peer, self.channels.of(self.rank, peer))
+                send(copy.contiguous(), peer, self.channels.of(self.rank, peer))
             else:
-                recv(copy, peer, self.channels.of(peer, self.rank))
+                theirs = torch.empty(copy.shape, dtype=copy.dtype, device=copy.device)
+                recv(theirs, peer, self.channels.of(peer, self.rank))
+                copy.data.copy_(theirs)
 
     def finish_gradient_sync(self) -> None:
         """Give both copies of a shared parameter the sum of their gradients; call it before the optimizer."""
@@ -106,9 +110,9 @@ class OwnStages(nn.Module):
                 continue
             with span("tied gradient", "wait"):
                 gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
-                theirs = torch.empty_like(gradient)
+                theirs = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
                 arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))
-                leaving = isend(gradient, peer, self.channels.of(self.rank, peer))
+                leaving = isend(gradient.contiguous(), peer, self.channels.of(self.rank, peer))
                 arriving.wait()
                 leaving.wait()  # before the sum overwrites what is sent
                 copy.grad = gradient.add_(theirs)

@@ -30,9 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast, chosen_pattern
+from comm.exchange import exchange
 from comm.functions import InFlightAllGather, own_shard
+from lab.check import state_digest
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
+from lab.trace.ledger import LEDGER
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -42,6 +45,7 @@ from tensor_parallel.layers import (
     padded_shard,
     validate_heads,
 )
+from training import guard
 from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
@@ -72,7 +76,9 @@ class TensorParallel(nn.Module):
 
     A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
     compute the loss from it with `loss`. Call `finish_gradient_sync()` after the last backward: it makes
-    every gradient complete. Then `clip_grad_norm_` clips by the norm of the full model.
+    every gradient complete. Then `clip_grad_norm_` clips by the norm of the full model. A penalty on weights
+    belongs into the optimizer (weight_decay): added to the loss, it would count n times for weights that
+    `with_own_tokens_only` lists.
     """
 
     def __init__(self, module: GPT | MLP, group: Group, sequence_parallel: bool, overlap: bool) -> None:
@@ -96,7 +102,11 @@ class TensorParallel(nn.Module):
         for parameter in self.with_own_tokens_only():
             if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
                 parameter.register_hook(lambda term: term * ranks)
-        self._guard = Guard(module)
+        divided = [parameter for name, parameter in module.named_parameters() if name in self.dims]
+        for parameter in divided:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(mark_gradient)
+        self._guard, self._has_compared_inputs = Guard(module, divided), False
 
     def _divide_mlp(self, model: MLP) -> None:
         for i, layer in enumerate(model.layers):
@@ -122,19 +132,27 @@ class TensorParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._guard.before_forward()
+        if not self._has_compared_inputs:
+            self._has_compared_inputs = True
+            refuse_unequal_inputs(x, self.group)
         if not self.sequence_parallel:
-            return self.module(x)
+            return self._marked(self.module(x))
         time, longest = x.shape[1], self.module.position_embedding.num_embeddings
         if time > longest:
             raise ValueError(f"{time} tokens in a row exceed block_size {longest}")
         # Under a causal mask, tokens at the end change nothing before them.
-        return self.module(F.pad(x, (0, -time % dist.get_world_size(self.group))))[:, :time]
+        padded = F.pad(x, (0, -time % dist.get_world_size(self.group)))
+        return self._marked(self.module(padded)[:, :time])
+
+    def _marked(self, outputs: Tensor) -> Tensor:
+        """Return a GPT's outputs as a shard, which refuses another loss than `loss`."""
+        return outputs.as_subclass(guard.Shard) if isinstance(self.module, GPT) else outputs
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return the cross entropy in nats, as `loss_of`; the same on every rank."""
         if not isinstance(self.module, GPT):
             return loss_of(logits_btv, targets_bt, num_targets)  # of an MLP's full output
-        size = self.module.config.vocab_size
+        size, logits_btv = self.module.config.vocab_size, logits_btv.as_subclass(Tensor)
         return vocab_parallel_cross_entropy(logits_btv, targets_bt, size, self.group, num_targets=num_targets)
 
     def with_own_tokens_only(self) -> list[nn.Parameter]:
@@ -188,6 +206,23 @@ class TensorParallel(nn.Module):
                 offset[dim], shape[dim] = rank * shape[dim], size
             found += shards_of(name, parameter, optimizer, shape=shape, offset=offset)
         return found
+
+
+def mark_gradient(parameter: Tensor) -> None:
+    """Run as a hook of a divided parameter: its gradient is a shard, too."""
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.as_subclass(guard.Shard)
+
+
+def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
+    """Raise WorkbookError, on all ranks, unless the ranks of a tensor-parallel group have the same input."""
+    with LEDGER.paused():
+        digests = exchange(state_digest({"x": x}), group)
+    if len(set(digests)) > 1:
+        raise WorkbookError(
+            "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
+            "all of them the same one (a sampler takes the rank along the data axis)."
+        )
 
 
 class ParallelAttention(Attention):

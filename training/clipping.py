@@ -32,7 +32,7 @@ def clip_grad_norm_(
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if device is None else device)
     for parameter in parameters:
         if parameter.grad is not None and parameter not in uncounted:
-            gradient = parameter.grad
+            gradient = parameter.grad.as_subclass(Tensor)  # it may be a shard
             # A square of float16 overflows at 256.
             values = gradient.float() if gradient.itemsize < 4 else gradient
             total += values.square().sum().double()

@@ -17,7 +17,10 @@ CURE = (
 
 def not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor in which a number is inf or NaN, or None if all are finite."""
-    local = [(name, t.to_local() if isinstance(t, DTensor) else t.detach()) for name, t in named]
+    local = [
+        (name, t.to_local() if isinstance(t, DTensor) else t.detach().as_subclass(Tensor))
+        for name, t in named
+    ]
     local = [(name, tensor) for name, tensor in local if tensor.is_floating_point() and tensor.numel()]
     # The norm of all is one kernel for many tensors, and one number to look at.
     if not local or torch.nn.utils.get_total_norm([tensor for _, tensor in local], math.inf).isfinite():

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comm.collectives import Group, all_reduce, chosen_pattern
 from comm.cost import expected_traffic
@@ -21,7 +21,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group = None) -
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    gradients = [parameter.grad.as_subclass(Tensor) for parameter in trained if parameter.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     all_reduce(flat, "mean", group, pattern=chosen_pattern("all_reduce", group))
     means = flat.split([gradient.numel() for gradient in gradients])
@@ -36,3 +36,8 @@ def average_traffic(parameters: Iterable[nn.Parameter], group: Group = None) -> 
         return Traffic()
     numel, pattern = sum(p.numel() for p in trained), chosen_pattern("all_reduce", group)
     return expected_traffic("all_reduce", pattern, numel, trained[0].itemsize, group)
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1

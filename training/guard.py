@@ -3,39 +3,81 @@
       at wrapping        a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard
       in a backward      the gradients of the backward before it are still being sent
-      before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own
+      before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; or the
+                         optimizer needs all of a parameter of which the rank has a shard
+      with a shard       its norm, or another number for which all of the tensor is needed
 
 All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lab.launch.errors import WorkbookError
 
 SPARSE = "has sparse gradients, which have another size on each rank: leave sparse=True out."
+NEEDS_ALL = {
+    *("sum", "mean", "norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "dot", "std", "var"),
+    *("max", "min", "amax", "amin", "argmax", "argmin", "topk", "median", "logsumexp", "softmax"),
+    *("log_softmax", "cross_entropy", "nll_loss", "kl_div", "mse_loss", "multinomial"),
+}
+
+
+class Shard(Tensor):
+    """A rank's part of a gradient or of logits: it refuses operations that need all parts.
+
+    `tensor.as_subclass(Shard)` makes one, and `shard.as_subclass(Tensor)` is a plain tensor again.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in NEEDS_ALL:
+            raise WorkbookError(
+                f"{func.__name__}() would see this rank's shard only: clip with the model's own "
+                "clip_grad_norm_(), compute the loss with its loss(), or take the plain tensor, "
+                "shard.as_subclass(torch.Tensor)."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
 
 
 class Guard:
     """Watches how a wrapper of `module` is used: the wrapper reports forwards, gradients and their mean.
 
-    A wrapper that has parameters but no module passes nn.ParameterList(parameters).
+    A wrapper that has parameters but no module passes nn.ParameterList(parameters). `shards` are those
+    parameters that the rank has in part: an optimizer of them must work element by element.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shards: Collection[nn.Parameter] = ()) -> None:
         for name, layer in module.named_modules():
+            if "_orig_mod" in layer._modules:
+                raise WorkbookError(
+                    "torch.compile(module) changes the names of parameters: call module.compile() instead."
+                )
             is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
             if is_sparse and layer.weight.requires_grad:
                 raise WorkbookError(f"{name or type(layer).__name__} {SPARSE}")
         self.is_synchronising = True  # False inside no_sync()
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
         self._wrapped = self._parameters()
-        self._arrived: set[Tensor] = set()
+        self.arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
+        self._shards, self._accepted = set(shards), weakref.WeakSet[Optimizer]()
+        _guards.add(self)
+
+    @property
+    def trained(self) -> set[nn.Parameter]:
+        """Return what an optimizer of the wrapper gets."""
+        return self._shards or set(self._kept)
 
     def _parameters(self) -> dict[str, tuple[Any, ...]]:
         named = self._module.named_parameters(remove_duplicate=False)
@@ -61,14 +103,21 @@ class Guard:
             return False
         if gradient.layout != torch.strided:
             raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
-        if parameter in self._arrived:
+        if parameter in self.arrived:
             raise WorkbookError(
                 "Another backward began before finish_gradient_sync(): run all but the last one inside "
-                "no_sync(); after an error, call finish_gradient_sync() and zero_grad()."
+                "no_sync(); a layer that passes several checkpoints needs use_reentrant=False; after an "
+                "error, call finish_gradient_sync() and zero_grad()."
             )
         if self.is_synchronising:
-            self._arrived.add(parameter)
+            self.arrived.add(parameter)
         return True
+
+    def watch(self) -> None:
+        """Note each gradient that a backward makes. A wrapper needs it that has no hooks of its own."""
+        for parameter in self.trained:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.arrived.add)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -81,12 +130,53 @@ class Guard:
 
     def expect_gradients(self) -> None:
         """Prepare for the next backward: none of its gradients has arrived."""
-        self._arrived.clear()
+        self.arrived.clear()
 
     def before_step(self) -> None:
         """Raise WorkbookError if the gradients of a backward have not been averaged yet."""
-        if self._arrived:
+        if self.arrived:
             raise WorkbookError("Call finish_gradient_sync() after the last backward, and before step().")
+
+    def accept(self, optimizer: Optimizer) -> None:
+        """Raise WorkbookError if the optimizer would treat shards in another way than full parameters."""
+        trained = [set(group["params"]) for group in optimizer.param_groups]
+        if optimizer in self._accepted or all(self._shards.isdisjoint(group) for group in trained):
+            return
+        if not all(trained):
+            raise WorkbookError(
+                "A group of the optimizer is empty. A shard has another shape than its parameter: choose the "
+                "groups by the names in named_parameters(), and not by shape."
+            )
+        known = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in known}
+        refuse_unless_elementwise(type(optimizer), options)
+        self._accepted.add(optimizer)
+
+
+def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Run as a hook before each step of any optimizer: ask the guards of the parameters that it trains."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    guards = [guard for guard in _guards if not trained.isdisjoint(guard.trained)]
+    closure: Any = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+
+    def check() -> None:
+        for guard in guards:
+            guard.before_step()
+
+    def checked_closure() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    for guard in guards:
+        guard.accept(optimizer)
+    if closure is not None:
+        return args[:1], {"closure": checked_closure}
+    check()
+    return None
+
+
+register_optimizer_step_pre_hook(before_any_step)
 
 
 def refuse_unless_elementwise(optimizer_class: type[Optimizer], options: dict[str, Any]) -> None:

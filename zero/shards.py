@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lab.units import MIB
+from training import guard
 from training.checkpoint import Shard, shards_of
 
 
@@ -82,7 +83,8 @@ class FlatLayout:
     def add_gradient(self, shards: list[ParameterShard], gradient: Tensor) -> None:
         """Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it."""
         for one, (_, part) in zip(shards, self.split(gradient), strict=True):
-            one.tensor.grad = part if one.tensor.grad is None else one.tensor.grad + part
+            total = part if one.tensor.grad is None else one.tensor.grad + part
+            one.tensor.grad = total.as_subclass(guard.Shard)
 
 
 def fill_buckets(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:

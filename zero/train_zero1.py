@@ -213,8 +213,10 @@ class ZeroOptimizer(ShardOptimizer):
         self._guard.expect_gradients()
         self._is_synchronised = True
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Update this rank's shards, and gather those of all ranks: the model has all new parameters."""
+        if closure is not None:
+            raise WorkbookError("ZeRO's step() takes no closure: run the backward before it.")
         self._guard.before_step()
         self.inner.step()
         self.gather_parameters()

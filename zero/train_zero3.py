@@ -60,6 +60,7 @@ from lab.trace.timeline import span
 from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
+from training.gradients import is_in_backward
 from training.guard import Guard
 from training.run import Run
 from zero.memory import owned, shares_of
@@ -89,6 +90,7 @@ class Unit:
         self.shards = self.layout.parameter_shards(self.shard)
         self.full = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device)
         self._gathering: Work | None = None
+        self.number = -1  # among the model's units; ranks must gather the same one
         self._gathered_version = 0  # of the shard when it was gathered; an optimizer step changes it
         self.free()
 
@@ -113,7 +115,9 @@ class Unit:
             self._gathered_version = self.shard._version
             self.full.untyped_storage().resize_(self.full.nbytes)
             mine = self.full[self.layout.mine].copy_(self.shard)
-            self._gathering = all_gather(self.full, mine, self.group, async_op=True, pattern=self.pattern)
+            self._gathering = all_gather(
+                self.full, mine, self.group, async_op=True, pattern=self.pattern, unit=self.number
+            )
 
     def gather(self) -> None:
         """Wait until all of `full` is there, and make the module's parameters views of it."""
@@ -258,6 +262,10 @@ class FullyShardedDataParallel(ShardedModule):
         super().__init__()
         self.module, self.group, self.pattern, self.compute_dtype = module, group, pattern, compute_dtype
         self.reshards = reshard_after_forward
+        if compute_dtype is not None and any(buffer.is_floating_point() for buffer in module.buffers()):
+            raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
+        if any(part._compiled_call_impl is not None for part in module.modules()):
+            raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
         modules = blocks_of(module) if blocks is None else blocks
@@ -265,8 +273,10 @@ class FullyShardedDataParallel(ShardedModule):
             units_of(parameters, group, pattern, compute_dtype) for parameters in divide(module, modules)
         ]
         self.units = [unit for block in self.blocks for unit in block]
+        for number, unit in enumerate(self.units):
+            unit.number = number
         self.parameter_shards = [shard for unit in self.units for shard in unit.shards]
-        self._guard = Guard(module)
+        self._guard = Guard(module, [shard.tensor for shard in self.parameter_shards])
         self._current: list[Unit] = []  # the block that the backward has reached
         self._in_flight = deque[Unit]()
         self._expects_backward = self._has_backward = False  # before the next finish_gradient_sync()
@@ -314,6 +324,7 @@ class FullyShardedDataParallel(ShardedModule):
         if any(unit.is_stale for unit in self.blocks[i]):
             raise WorkbookError("The optimizer has stepped between a forward and its backward.")
         self._has_backward, done = True, []
+        self._guard.arrived.add(self.units[0].shard)
         # Once per block: each of its outputs has this hook. The root is sent at the end.
         if i > 0 and self._current is not self.blocks[i]:
             done, self._current = self._current, self.blocks[i]
@@ -339,6 +350,8 @@ class FullyShardedDataParallel(ShardedModule):
         """Free all, and average what is left; then the `grad` of each shard is the mean over ranks."""
         if not self._has_backward:
             return
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters()):
+            raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
         for unit in self.units:
             unit.free()
         self._reduce(self._current)
@@ -347,6 +360,7 @@ class FullyShardedDataParallel(ShardedModule):
         while self._in_flight:
             self._in_flight.popleft().wait_for_gradients()
         self._expects_backward = self._has_backward = False
+        self._guard.expect_gradients()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -386,11 +400,6 @@ def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter
     root = {p for p in module.parameters() if p in outside or uses[p] > 1}
     own = [[p for p in block.parameters() if p not in root] for block in blocks]
     return [[p for p in module.parameters() if p in root], *own]
-
-
-def is_in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from comm.wire.wire import Group, group_of
@@ -88,6 +89,8 @@ class GroupQueue:
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`. Without `async_op`, wait for its end, and raise its error."""
+        if torch.is_inference_mode_enabled():  # in this thread; the job may run in another
+            job = torch.inference_mode()(job)
         with self._changed:
             self.sequence += 1
             number = self.sequence

@@ -92,6 +92,16 @@ mutant(
 )
 
 mutant(
+    "bucket_views_in_another_order",
+    "A fused optimizer updates other elements of weights with permuted strides: gradients are contiguous.",
+    target="data_parallel.train_bucket_overlap.Bucket.__init__",
+    changes={"place.as_strided(p.shape, torch.empty_like(p).stride())": "place.view(p.shape)"},
+    killer="tests/data_parallel/test_refusals.py::"
+    "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
+    symptom="A convolution in channels_last trains worse with a fused optimizer than without one.",
+)
+
+mutant(
     "bucket_without_views",
     "Replicas drift apart: the optimizer uses each rank's own gradients, which are not views of the buckets.",
     target="data_parallel.train_bucket_overlap.Bucket.move_in",

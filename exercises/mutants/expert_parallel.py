@@ -20,6 +20,26 @@ mutant(
 )
 
 mutant(
+    "expert_bias_of_the_last_microbatch",
+    "Experts stay unbalanced with several microbatches: a bias moves by the last one's choices only.",
+    target="expert_parallel.train_moe.ExpertParallel.move_biases",
+    changes={
+        "move_bias(layer.router.bias_E, layer.counts_rE, rate)": (
+            "move_bias(layer.router.bias_E, layer.chosen_rE, rate)"
+        )
+    },
+    killer=EQUIVALENCE + "test_a_bias_moves_by_the_choices_of_all_microbatches_of_a_step",
+)
+
+mutant(
+    "expert_choices_counted_again",
+    "The bias moves another way if blocks are recomputed: their choices count a second time in the backward.",
+    target="expert_parallel.train_moe.MixtureOfExperts.forward",
+    changes={"if not is_in_backward():": "if self.training:"},
+    killer=EQUIVALENCE + "test_choices_that_are_computed_again_for_the_backward_count_once",
+)
+
+mutant(
     "expert_outputs_of_other_tokens",
     "With one expert for each token all is right; with two, tokens get what experts made of other tokens.",
     target="expert_parallel.train_moe.MixtureOfExperts.combine",

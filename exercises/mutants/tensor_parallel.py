@@ -67,11 +67,31 @@ mutant(
 )
 
 mutant(
+    "tensor_batches_of_each_rank",
+    "The loss is no loss of any batch: each rank is fed another one, and together they compute one.",
+    target="tensor_parallel.parallelize.refuse_unequal_inputs",
+    changes={"len(set(digests)) > 1": "len(digests) < 1"},
+    killer="tests/tensor_parallel/test_parallelize.py::"
+    "test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks",
+    fails_with="DID NOT RAISE",
+)
+
+mutant(
     "tensor_heads_share_a_mask",
     "Dropout regularises less: attention heads on different ranks drop the same numbers.",
     target="tensor_parallel.parallelize.RankRandomness.used",
     changes={" + self._rank": ""},
     killer=DROPOUT + "test_heads_of_different_ranks_have_different_masks_and_the_residual_stream_has_one",
+)
+
+mutant(
+    "tensor_loss_of_a_shard",
+    "The loss is lower than that of one process: a probability is relative to one rank's vocabulary entries.",
+    target="tensor_parallel.parallelize.TensorParallel._marked",
+    changes={"outputs.as_subclass(guard.Shard) if isinstance(self.module, GPT) else outputs": "outputs"},
+    killer="tests/tensor_parallel/test_parallelize.py::"
+    "test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary",
+    fails_with="DID NOT RAISE",
 )
 
 mutant(

@@ -128,6 +128,15 @@ mutant(
 )
 
 mutant(
+    "zero3_gathers_another_ranks_block",
+    "A rank computes with the weights of two blocks: ranks run different blocks, and their gathers pair up.",
+    target="zero.train_zero3.Unit.start_gather",
+    changes={", unit=self.number": ""},
+    killer="tests/zero/test_refusals.py::test_ranks_that_run_different_blocks_are_refused_on_all_ranks",
+    fails_with="DID NOT RAISE",
+)
+
+mutant(
     "zero3_last_microbatch_only",
     "In stage 3 accumulation uses the last microbatch only: its gradients replace the earlier ones.",
     target="zero.train_zero3.Unit.wait_for_gradients",
@@ -169,6 +178,15 @@ mutant(
         ),
     },
     killer=EQUALITY + "test_a_layer_shared_by_blocks_is_gathered_in_each_of_them",
+)
+
+mutant(
+    "zero_gradient_looks_like_a_full_one",
+    "Gradients that a script clips by hand have another scale on each rank: it took the norms of shards.",
+    target="zero.shards.FlatLayout.add_gradient",
+    changes={"total.as_subclass(guard.Shard)": "total"},
+    killer="tests/zero/test_refusals.py::test_the_gradient_of_a_shard_has_no_norm_of_its_own",
+    fails_with="DID NOT RAISE",
 )
 
 mutant(

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import queue
 import shutil
@@ -74,6 +75,8 @@ class Parent:
 
 def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> None:
     """Form the group, call the function, send back its result or its traceback."""
+    # A daemon must not start processes, and a DataLoader's workers are some.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     gc.freeze()  # imported modules are no garbage, so the collector should not search them each time
     os.setpgid(0, 0)
     for stream, fd in ((out, 1), (err, 2)):

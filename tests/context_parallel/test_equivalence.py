@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lab.check import assert_same
+from context_parallel.parallel_model import ContextParallel
+from context_parallel.train_ring_attention import ring_attention
+from lab.check import assert_same, gradients
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
@@ -183,5 +185,20 @@ def test_a_model_is_refused_that_cannot_be_cut():
                 variant.wrap(model)(text(4)[0])
         with pytest.raises(ValueError, match="25 tokens in a row exceed block_size 24"):
             RING.wrap(gpt())(text(25)[0])
+
+    run_ranks(work, 2)
+
+
+def test_losses_may_be_computed_after_forwards_of_several_lengths():
+    def work(cluster: Cluster) -> None:
+        (x, y), model = text(16), gpt(0)
+        wrapped = ContextParallel(gpt(cluster.rank), ring_attention)
+        lengths = (x.shape[1], x.shape[1] // 2)
+        logits = [wrapped(x[:, :length]) for length in lengths]
+        losses = [wrapped.loss(one, y[:, :n]) for one, n in zip(logits, lengths, strict=True)]
+        torch.stack(losses).sum().backward()
+        wrapped.finish_gradient_sync()
+        torch.stack([loss_of(model(x[:, :n]), y[:, :n]) for n in lengths]).sum().backward()
+        assert_same(gradients(wrapped.module), gradients(model), RTOL)
 
     run_ranks(work, 2)

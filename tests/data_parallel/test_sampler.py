@@ -76,3 +76,8 @@ def test_each_epoch_has_another_order_that_can_be_repeated():
     assert len(orders) == 5
     assert shares(100, 2, epoch=3) == shares(100, 2, epoch=3)
     assert shares(100, 1)[0] != list(range(100))
+
+
+def test_a_dataset_in_place_of_its_length_is_refused():
+    with pytest.raises(WorkbookError, match=r"^num_examples is a number: give len\(dataset\)"):
+        DistributedSampler({"x": 1}, 0, 1)

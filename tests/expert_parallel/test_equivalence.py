@@ -1,8 +1,15 @@
 """Test that experts on several ranks have the gradients of one process that computes token by token."""
 
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
 from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
@@ -110,3 +117,62 @@ def test_only_tokens_for_other_ranks_are_sent():
         assert sent["all_reduce"] == sum(parameter.numel() for parameter in model.dense) * itemsize
 
     run_ranks(count, 2)
+
+
+def moved_biases(cluster: Cluster, parts: int, how: str = "") -> list[list[float]]:
+    """Return how far each router's bias moves after a step of so many microbatches, and by how many choices."""
+    x, y = text()
+    model = ExpertParallel(gpt(0), MoEConfig(4, 1), form_groups(cluster.world_size))
+    if how:
+        for block in model.module.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=how == "reentrant")
+    for part, targets in zip(x.tensor_split(parts), y.tensor_split(parts), strict=True):
+        loss_of(model(part), targets).backward()
+        with torch.no_grad():
+            model.eval()(x[:1])
+            model.train()
+    model.finish_gradient_sync()
+    counts = [layer.counts_rE.sum().item() for layer in model.layers]
+    model.move_biases(1.0)
+    return [counts, *(layer.router.bias_E.tolist() for layer in model.layers)]
+
+
+def test_a_bias_moves_by_the_choices_of_all_microbatches_of_a_step():
+    def work(cluster: Cluster) -> None:
+        expected = moved_biases(cluster, 1)
+        assert any(any(biases) for biases in expected[1:])
+        assert moved_biases(cluster, 3) == expected
+
+    run_ranks(work, 2)
+
+
+def test_choices_that_are_computed_again_for_the_backward_count_once():
+    def work(cluster: Cluster) -> None:
+        for how in ("reentrant", "not reentrant"):
+            model_biases, expected = moved_biases(cluster, 2, how), moved_biases(cluster, 2)
+            assert model_biases == expected, how
+
+    run_ranks(work, 2)
+
+
+def test_an_auxiliary_loss_without_a_gradient_is_refused():
+    def work(cluster: Cluster) -> None:
+        model = ExpertParallel(gpt(0), MoEConfig(4, 1), form_groups(cluster.world_size))
+        for block in model.module.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+        model(text()[0])
+        with pytest.raises(WorkbookError, match="use_reentrant=False"):
+            model.auxiliary_loss()
+
+    run_ranks(work, 2)
+
+
+def test_inference_mode_computes_what_no_grad_does():
+    def work(cluster: Cluster) -> None:
+        model = ExpertParallel(gpt(0), MoEConfig(4, 2), form_groups(cluster.world_size)).eval()
+        with torch.no_grad():
+            expected = model(text()[0])
+        with torch.inference_mode():
+            assert torch.equal(model(text()[0]), expected)
+
+    run_ranks(work, 2)

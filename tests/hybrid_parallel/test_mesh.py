@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from comm.collectives import all_reduce
 from comm.errors import CommError
 from expert_parallel.config import form_groups
+from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
+from tests.hybrid_parallel.equivalence import gpt
 
 GPT = GPTConfig(num_layers=8, num_heads=6, width=24)
 
@@ -194,3 +196,14 @@ def test_sizes_that_make_no_sense_are_refused_in_a_sentence(
 ):
     with pytest.raises(WorkbookError, match=sentence):
         refuse_sizes(ParallelSizes(**sizes), config, 24, 4, experts)
+
+
+def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes():
+    def work(cluster: Cluster) -> str:
+        x = torch.zeros(2, 12, dtype=torch.long)
+        with pytest.raises(WorkbookError) as refusal:
+            HybridParallel(gpt(num_layers=1), Mesh(cluster, ParallelSizes(pipeline=2)), x, torch.optim.SGD)
+        return str(refusal.value)
+
+    [sentence] = set(run_ranks(work, 2))
+    assert sentence == "2 stages need at least as many layers, and the model has 1."

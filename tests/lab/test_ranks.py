@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.cluster import Cluster
 from lab.ranks import run_ranks
 
 
@@ -75,3 +76,11 @@ def test_a_rank_that_is_done_stays_until_its_peers_are():
         return x[-1].item()
 
     assert run_ranks(work, 2, group_timeout=5) == [0.0, 7.0]
+
+
+def test_a_rank_may_load_data_with_workers():
+    def work(cluster: Cluster) -> list[float]:
+        loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, num_workers=1)
+        return [batch.sum().item() for batch in loader]
+
+    assert run_ranks(work, 2) == [[1.0, 5.0]] * 2

@@ -60,7 +60,7 @@ def test_model_parallel_equals_one_process():
 
 def test_gpipe_by_hand_equals_one_process():
     # Four small stages, for four ranks, and a batch of twelve examples.
-    layers = [nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Linear(6, 3)]
+    layers = [nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 6), nn.Linear(6, 3)]
     model, x, y, expected_loss, expected = one_process(layers, examples=12, width=4)
 
     def work(cluster: Cluster) -> None:

@@ -10,10 +10,13 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
+from lab.models.parts import parts_of
 from lab.ranks import run_ranks
 from pipeline_parallel.balance import balanced_stages
+from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.stage import Stage
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from tests.pipeline_parallel.equivalence import gpt, mlp, text, vectors
 from training.evaluation import evaluating
@@ -121,3 +124,34 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
     )
     for sentence, start in zip(first, starts, strict=True):
         assert sentence.startswith(start), sentence
+
+
+def test_a_rank_without_parameters_is_refused_on_all_ranks():
+    def work(cluster: Cluster) -> str:
+        model = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+        stages = [Stage(nn.Sequential(*model), [part]) for part in parts_of(nn.Sequential(*model))]
+        return sentence_of(lambda: OwnStages(stages, 2, nn.functional.mse_loss, torch.ones(2, 4)))
+
+    assert set(run_ranks(work, 3)) == {"Rank 1 would have no parameters to train: cut fewer stages."}
+
+
+def test_a_tied_weight_with_permuted_strides_trains_as_on_one_process():
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, middle, last = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+        first.weight = last.weight = nn.Parameter(first.weight.detach().t())
+        assert not first.weight.is_contiguous()
+        return nn.Sequential(first, middle, last)
+
+    def work(cluster: Cluster) -> None:
+        x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        model = make()
+        nn.functional.mse_loss(model(x), y).backward()
+        pipeline = Pipeline(make(), one_f_one_b(2, 2), nn.functional.mse_loss, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in pipeline.named_own_parameters().items():
+            assert_same({name: parameter.grad}, {name: expected[name].grad})
+
+    run_ranks(work, 2)

@@ -195,3 +195,51 @@ def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
     assert first == second
     for what, sentence in zip(cases, first, strict=True):
         assert what in sentence and sentence.endswith(".") and sentence.count(". ") == 0, sentence
+
+
+def test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary():
+    def work(cluster: Cluster) -> None:
+        x, y = text()
+        model = parallelize(gpt(0))
+        for loss in (lambda logits, y: logits.log_softmax(-1).sum(), loss_of):
+            with pytest.raises(WorkbookError, match=r"with its loss\(\)"):
+                loss(model(x), y)
+        model.loss(model(x), y).backward()
+
+    run_ranks(work, 2)
+
+
+def test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks():
+    def work(cluster: Cluster) -> str:
+        x, _ = text()
+        with pytest.raises(WorkbookError) as refusal:
+            parallelize(gpt(0))(x + cluster.rank)
+        return str(refusal.value)
+
+    [sentence] = set(run_ranks(work, 2))
+    assert "different inputs" in sentence
+
+
+def test_the_gradient_of_a_divided_weight_has_no_norm_of_its_own():
+    def work(cluster: Cluster) -> None:
+        x, y = text()
+        model = parallelize(gpt(0))
+        model.loss(model(x), y).backward()
+        with pytest.raises(WorkbookError, match="clip_grad_norm_"):
+            model.module.head.weight.grad.norm()
+        with pytest.raises(WorkbookError, match="element by element"):
+            torch.optim.Adafactor(model.parameters()).step()
+
+    run_ranks(work, 2)
+
+
+def test_inference_mode_computes_what_no_grad_does():
+    def work(cluster: Cluster) -> None:
+        x, _ = text()
+        model = parallelize(gpt(0), sequence_parallel=True)
+        with torch.no_grad():
+            expected = model(x)
+        with torch.inference_mode():
+            assert torch.equal(model(x), expected)
+
+    run_ranks(work, 2)

@@ -1,6 +1,7 @@
 """Test that ZeRO refuses, in a sentence, what would train wrongly without an error."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +71,71 @@ def adds_a_group(stage: str) -> None:
     ours.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
+def forgets_to_finish_in_the_first_step(stage: str) -> None:
+    ours = Sharded(stage, Blocks(), "sgd")
+    backward(ours)
+    ours.optimizer.step()
+
+
+def steps_with_a_closure(stage: str) -> None:
+    ours = Sharded(stage, Blocks(), "sgd")
+    ours.optimizer.step(lambda: backward(ours))
+
+
+def finished(**options: Any) -> FullyShardedDataParallel:
+    model = FullyShardedDataParallel(Blocks(), **options)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_sync()
+    return model
+
+
+def takes_the_norm_of_a_shard(stage: str) -> None:
+    ours = Sharded(stage, Blocks(), "sgd")
+    backward(ours)
+    ours.syncing.finish_gradient_sync()
+    [first, *_] = ours.optimizer.param_groups[0]["params"]
+    first.grad.square().sum()
+
+
+def clips_as_one_process_does(_: str) -> None:
+    torch.nn.utils.clip_grad_norm_(finished().parameters(), 1.0)
+
+
+def decays_matrices_only(_: str) -> None:
+    groups = [
+        {"params": [p for p in finished().parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": list((model := finished()).parameters())},
+    ]
+    torch.optim.SGD(groups, lr=0.1).step()
+    del model
+
+
+def watches_shards(_: str) -> None:
+    model = FullyShardedDataParallel(Blocks())
+    for shard in model.parameters():
+        shard.register_post_accumulate_grad_hook(lambda _: None)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_sync()
+
+
+def compiles_in_place(_: str) -> None:
+    module = Blocks()
+    module.compile(backend="eager")
+    FullyShardedDataParallel(module)
+
+
 REFUSED: list[tuple[Callable[[str], object], list[str], str]] = [
     (forgets_to_finish, STAGES, "finish_gradient_sync"),
+    (forgets_to_finish_in_the_first_step, STAGES, "finish_gradient_sync"),
+    (steps_with_a_closure, ["zero1", "zero2"], "takes no closure"),
+    (steps_with_a_closure, ["zero3"], "finish_gradient_sync"),
+    (takes_the_norm_of_a_shard, STAGES, "shard only"),
+    (clips_as_one_process_does, ["zero3"], "shard only"),
+    (decays_matrices_only, ["zero3"], "by the names"),
+    (watches_shards, ["zero3"], "never run"),
+    (compiles_in_place, ["zero3"], "compiled code"),
+    (lambda _: torch.optim.Adafactor(finished().parameters()).step(), ["zero3"], "element by element"),
+    (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ["zero3"], "no buffers"),
     (goes_backward_again_after_the_gradients_are_averaged, ["zero1", "zero2"], "call zero_grad"),
     (goes_backward_twice, ["zero1"], "Another backward"),
     (goes_backward_without_a_forward, ["zero3"], "without a forward before it"),
@@ -97,3 +161,25 @@ def test_what_would_train_wrongly_is_refused_in_a_sentence():
                     work(stage)
 
     run_ranks(on_a_rank, 2, timeout=20)
+
+
+def test_ranks_that_run_different_blocks_are_refused_on_all_ranks():
+    def work(cluster: Cluster) -> str:
+        model = FullyShardedDataParallel(Blocks())
+        blocks = model.module.blocks
+        model.module.forward = lambda x: blocks[2 * cluster.rank](blocks[0](x))
+        with torch.no_grad(), pytest.raises(WorkbookError) as refusal:
+            model(torch.ones(2, 8))
+        return str(refusal.value)
+
+    [sentence] = set(run_ranks(work, 2))
+    assert "gather the same units" in sentence
+
+
+def test_the_gradient_of_a_shard_has_no_norm_of_its_own():
+    def work(cluster: Cluster) -> None:
+        model = finished()
+        with pytest.raises(WorkbookError, match="clip_grad_norm_"):
+            next(model.parameters()).grad.norm()
+
+    run_ranks(work, 2)
