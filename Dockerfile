@@ -7,7 +7,7 @@ FROM python:3.11-slim AS libraries
 # the learner's group may run, has the one capability that it needs. The capability takes effect only if the
 # container has it, too (cap_add: [NET_ADMIN] in docker-compose.yaml).
 RUN apt-get update \
- && apt-get install -y --no-install-recommends iproute2 libcap2-bin \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends iproute2 libcap2-bin \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home learner \
  && install -D -g learner -m 0750 "$(command -v tc)" /usr/local/libexec/link-tc \

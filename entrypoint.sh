@@ -44,6 +44,7 @@ LINK_TC=/usr/local/libexec/link-tc # a copy of tc that needs no root; only the i
 
 main() {
     local script
+    [ -w "${TMPDIR:-/tmp}" ] || refuse "${TMPDIR:-/tmp} cannot be written, and Python needs a place for temporary files: mount one there (docker run --tmpfs /tmp), or name one in TMPDIR."
     script=$(script_of "${RUN_MODE:-}") || exit 2
     if [ -n "${WORLD_SIZE:-}" ] && ! [[ $WORLD_SIZE =~ ^[1-9][0-9]{0,3}$ ]]; then
         refuse "WORLD_SIZE is '$WORLD_SIZE'; it must be a number of ranks, 1 or more."

@@ -38,6 +38,7 @@ from comm.membership.settings import (
     master,
     number,
     rank_and_world_size,
+    refuse_ipv6,
     seconds,
 )
 from comm.membership.store import meeting_store, within
@@ -58,7 +59,7 @@ def join() -> Cluster:
     """
     liveness.forget()
     rank, world_size = rank_and_world_size()
-    master()
+    refuse_ipv6(master()[0])
     end_with_launcher(rank)
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0

@@ -1,5 +1,6 @@
 """Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
 
+import errno
 import shlex
 import sys
 
@@ -20,7 +21,17 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    return run()
+    try:
+        return run()
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM):
+            raise
+        print(
+            f"{error.filename} cannot be written: {error.strerror}. Copy the workbook to a "
+            "folder of yours, and do the exercises there.",
+            file=sys.stderr,
+        )
+        return 1
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ _SENTENCE = re.compile(r"(.+?\.)(?:\s|$)", re.S)
 @functools.cache
 def tree_of(lesson: Path) -> ast.Module:
     """Return the tree of a lesson's file; it must not be changed."""
-    return ast.parse(lesson.read_text())
+    return ast.parse(lesson.read_text(encoding="utf-8"))
 
 
 def definition(exercise: Exercise, target: str) -> ast.FunctionDef:
@@ -50,7 +50,7 @@ def definition(exercise: Exercise, target: str) -> ast.FunctionDef:
 
 def lines_of(lesson: Path, first: int, last: int | None) -> str:
     """Return the lines `first` to `last` of a lesson's file, counted from 1, without their indentation."""
-    return textwrap.dedent("\n".join(lesson.read_text().splitlines()[first - 1 : last]))
+    return textwrap.dedent("\n".join(lesson.read_text(encoding="utf-8").splitlines()[first - 1 : last]))
 
 
 def without_comments(code: str) -> str:

@@ -51,7 +51,7 @@ class Workspace:
         """Return the learner's file, and make it if there is none yet."""
         if not (file := self.file(exercise)).exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(generated(exercise))
+            file.write_text(generated(exercise), encoding="utf-8")
         return file
 
     def next_exercise(self) -> Exercise | None:
@@ -104,7 +104,7 @@ class Workspace:
         """Write the progress to a new file, and rename it: an interrupt leaves the old one as it was."""
         new = self.progress_file.with_suffix(".new")
         begun = {name: asdict(p) for name, p in self.progress.items() if p != Progress()}
-        new.write_text(json.dumps(begun, indent=1) + "\n")
+        new.write_text(json.dumps(begun, indent=1) + "\n", encoding="utf-8")
         new.replace(self.progress_file)
 
     def _free_name(self, exercise: Exercise) -> Path:
@@ -116,7 +116,7 @@ class Workspace:
     def _read(self) -> dict[str, Progress]:
         """Return the progress on disk. A damaged file is set aside with a sentence."""
         try:
-            entries = json.loads(self.progress_file.read_text())
+            entries = json.loads(self.progress_file.read_text(encoding="utf-8"))
             return {name: Progress(**entry) for name, entry in entries.items() if name in all_exercises()}
         except FileNotFoundError:
             return {}

@@ -30,12 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import Group, broadcast, chosen_pattern
-from comm.exchange import exchange
 from comm.functions import InFlightAllGather, own_shard
-from lab.check import state_digest
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
-from lab.trace.ledger import LEDGER
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -105,7 +102,7 @@ class TensorParallel(nn.Module):
         divided = [parameter for name, parameter in module.named_parameters() if name in self.dims]
         for parameter in divided:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(mark_gradient)
+                parameter.register_post_accumulate_grad_hook(guard.mark_gradient)
         self._guard, self._has_compared_inputs = Guard(module, divided), False
 
     def _divide_mlp(self, model: MLP) -> None:
@@ -134,7 +131,7 @@ class TensorParallel(nn.Module):
         self._guard.before_forward()
         if not self._has_compared_inputs:
             self._has_compared_inputs = True
-            refuse_unequal_inputs(x, self.group)
+            guard.refuse_unequal_inputs(x, self.group)
         if not self.sequence_parallel:
             return self._marked(self.module(x))
         time, longest = x.shape[1], self.module.position_embedding.num_embeddings
@@ -206,23 +203,6 @@ class TensorParallel(nn.Module):
                 offset[dim], shape[dim] = rank * shape[dim], size
             found += shards_of(name, parameter, optimizer, shape=shape, offset=offset)
         return found
-
-
-def mark_gradient(parameter: Tensor) -> None:
-    """Run as a hook of a divided parameter: its gradient is a shard, too."""
-    if parameter.grad is not None:
-        parameter.grad = parameter.grad.as_subclass(guard.Shard)
-
-
-def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
-    """Raise WorkbookError, on all ranks, unless the ranks of a tensor-parallel group have the same input."""
-    with LEDGER.paused():
-        digests = exchange(state_digest({"x": x}), group)
-    if len(set(digests)) > 1:
-        raise WorkbookError(
-            "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
-            "all of them the same one (a sampler takes the rank along the data axis)."
-        )
 
 
 class ParallelAttention(Attention):

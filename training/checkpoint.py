@@ -440,7 +440,7 @@ class Writer(dcp.FileSystemWriter):
         """Write the manifest, and name the folder; DCP calls this on one rank, after all have written."""
         boxes = [result.storage_data for of_rank in results for result in of_rank]
         text = json.dumps({"format": FORMAT, "extra": self._extra, "boxes": boxes})
-        with open(self._folder / MANIFEST, "w") as file:
+        with open(self._folder / MANIFEST, "w", encoding="utf-8") as file:
             file.write(f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
             file.flush()
             os.fsync(file.fileno())

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from comm.collectives import Group
+from comm.exchange import exchange
+from lab.check import state_digest
 from lab.launch.errors import WorkbookError
+from lab.trace.ledger import LEDGER
 
 SPARSE = "has sparse gradients, which have another size on each rank: leave sparse=True out."
 NEEDS_ALL = {
@@ -177,6 +181,23 @@ def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 register_optimizer_step_pre_hook(before_any_step)
+
+
+def mark_gradient(parameter: Tensor) -> None:
+    """Run as a hook of a divided parameter: its gradient is a shard, too."""
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.as_subclass(Shard)
+
+
+def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
+    """Raise WorkbookError, on all ranks, unless the ranks of a tensor-parallel group have the same input."""
+    with LEDGER.paused():
+        digests = exchange(state_digest({"x": x}), group)
+    if len(set(digests)) > 1:
+        raise WorkbookError(
+            "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
+            "all of them the same one (a sampler takes the rank along the data axis)."
+        )
 
 
 def refuse_unless_elementwise(optimizer_class: type[Optimizer], options: dict[str, Any]) -> None:

@@ -405,12 +405,24 @@ class Run:
         """Write the files of --trace, from this rank's events of some steps."""
         title = f"{self._run_mode}, {self._cluster.world_size} ranks"
         everyones = gather_events(events)
-        if self._cluster.is_main:
-            paths = f"{folder}/trace.json", f"{folder}/timeline.png"
-            timeline.write_chrome_trace(paths[0], everyones)
-            draw(everyones, paths[1], title)
-            if not self._args.json:
-                print(f"The trace is in {' and '.join(paths)}.")
+        paths = Path(folder, "trace.json"), Path(folder, "timeline.png")
+
+        def write() -> None:
+            parts = [
+                path.with_name(f".{path.name}") for path in paths
+            ]  # a full disk must not leave a cut file
+            try:
+                timeline.write_chrome_trace(parts[0], everyones)
+                draw(everyones, parts[1], title)
+                for part, path in zip(parts, paths, strict=True):
+                    part.replace(path)
+            finally:
+                for part in parts:
+                    part.unlink(missing_ok=True)
+
+        on_main(self._cluster, f"write the trace in {folder}", write)
+        if self._cluster.is_main and not self._args.json:
+            print(f"The trace is in {' and '.join(map(str, paths))}.")
 
     def predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
         """Return the predicted time of a step in which gradients are all-reduced (predict.py)."""

@@ -112,8 +112,9 @@ class ShardOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
         self._guard.before_step()
-        shards = [shard.tensor for shard in self.parameter_shards]
-        return clip_grad_norm_(shards, max_norm, [self.group], self.pattern)
+        return clip_grad_norm_(
+            [s.tensor for s in self.parameter_shards], max_norm, [self.group], self.pattern
+        )
 
     def shards(self, model: nn.Module) -> list[Shard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""

@@ -169,6 +169,18 @@ class ShardedModule(nn.Module):
     units: list[Unit]
     parameter_shards: list[ParameterShard]  # of all units
 
+    def refuse_unsupported(self) -> None:
+        """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
+        if self.compute_dtype is not None and any(b.is_floating_point() for b in self.module.buffers()):
+            raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
+        if any(part._compiled_call_impl is not None for part in self.module.modules()):
+            raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
+
+    def refuse_hooks(self) -> None:
+        """Raise WorkbookError if a shard has a hook, as autograd never computes a shard's gradient."""
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters()):
+            raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
+
     def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
         if self.compute_dtype is None:
@@ -225,6 +237,12 @@ class ShardedModule(nn.Module):
         for unit in self.units:
             unit.free()
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run all microbatches but the last inside: each sends its gradients, which add up in the shards."""
+        yield
+        self.finish_gradient_sync()
+
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the module's parameters are freed."""
         raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
@@ -262,10 +280,7 @@ class FullyShardedDataParallel(ShardedModule):
         super().__init__()
         self.module, self.group, self.pattern, self.compute_dtype = module, group, pattern, compute_dtype
         self.reshards = reshard_after_forward
-        if compute_dtype is not None and any(buffer.is_floating_point() for buffer in module.buffers()):
-            raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
-        if any(part._compiled_call_impl is not None for part in module.modules()):
-            raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
+        self.refuse_unsupported()
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
         modules = blocks_of(module) if blocks is None else blocks
@@ -350,8 +365,7 @@ class FullyShardedDataParallel(ShardedModule):
         """Free all, and average what is left; then the `grad` of each shard is the mean over ranks."""
         if not self._has_backward:
             return
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters()):
-            raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
+        self.refuse_hooks()
         for unit in self.units:
             unit.free()
         self._reduce(self._current)
@@ -361,12 +375,6 @@ class FullyShardedDataParallel(ShardedModule):
             self._in_flight.popleft().wait_for_gradients()
         self._expects_backward = self._has_backward = False
         self._guard.expect_gradients()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run all microbatches but the last inside: each sends its gradients, which add up in the shards."""
-        yield
-        self.finish_gradient_sync()
 
 
 def units_of(

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import socket
+from contextlib import suppress
 
 import torch
 
@@ -80,6 +81,17 @@ def master() -> tuple[str, int]:
     if port is not None and port > 65535:
         raise CommError(f"MASTER_PORT is {port}; it must be at most 65535.")
     return host, 29500 if port is None else port
+
+
+def refuse_ipv6(host: str) -> None:
+    """Raise CommError if the host has IPv6 addresses only. A name may be unknown yet, and known later."""
+    with suppress(OSError):
+        families = {family for family, *_ in socket.getaddrinfo(host, None)}
+        if families == {socket.AF_INET6}:
+            raise CommError(
+                f"MASTER_ADDR is {host}, which has an IPv6 address only, but ranks connect over IPv4: "
+                "give an IPv4 address of rank 0's machine, or a name that has one."
+            )
 
 
 def check_interface() -> None:

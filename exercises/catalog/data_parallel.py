@@ -60,7 +60,8 @@ EXERCISES = (
 
             `self.module` is the model. Frozen parameters are left out. A rank has used a parameter if its
             `.grad` is not None; where it did not, it contributes zeros. The `op` of all_reduce may be "sum",
-            "mean" or "max", and `pattern=self.pattern` chooses its algorithm.
+            "mean" or "max", and `pattern=self.pattern` chooses its algorithm. At the end call
+            `self._guard.expect_gradients()`: the guard refuses an optimizer's step before that.
         """,
         hints=(
             "A frozen parameter does not require a gradient. What happens if one rank calls all_reduce for a "

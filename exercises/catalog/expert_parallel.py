@@ -69,7 +69,8 @@ EXERCISES = (
             experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group.
             Frozen parameters have none. `self.groups` has `everyone`, all ranks; `experts`,
             the ranks that share the experts; `replicas`, those that hold the same ones; and
-            `num_expert_ranks`. Each rank's loss is the mean over its own tokens.
+            `num_expert_ranks`. Each rank's loss is the mean over its own tokens. At the end call
+            `self._guard.expect_gradients()`: the guard refuses an optimizer's step before that.
         """,
         hints=(
             "The loss of one process is the mean of the ranks' losses. So the gradient of what all ranks "

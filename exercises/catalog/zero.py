@@ -214,7 +214,8 @@ EXERCISES = (
 
             `self.full`, a flat tensor, has a storage of size 0 while it is freed (`self.is_freed`), and of
             `self.full.nbytes` otherwise. This rank's part of it is the slice `self.layout.mine`, and
-            `self.shard` has the values. The handle goes into `self._gathering`. Note in
+            `self.shard` has the values. Give all_gather `unit=self.number`: ranks that gather different
+            units are then refused. The handle goes into `self._gathering`. Note in
             `self._gathered_version` which version of the shard was gathered, `self.shard._version`. If it is
             not freed and `self.is_stale`, free it first: an optimizer step has changed the shard since.
         """,

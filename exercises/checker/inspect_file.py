@@ -14,7 +14,7 @@ from exercises.names import typed
 def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
     """Return a state and a sentence if the tests need not run, else None."""
     try:
-        tree = ast.parse(file.read_text())
+        tree = ast.parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         begin = f"`{typed(f'watch {exercise.name}')}`"
         return "unsolved", f"There is no file {shown(file)}; {begin} makes it."

@@ -121,9 +121,8 @@ mutant(
     "The loss hardly falls: tokens are cut in zigzag and their targets into contiguous chunks.",
     target="context_parallel.parallel_model.ContextParallel.loss",
     changes={
-        "own = self.own(targets_bt)": (
-            "cut = SequenceCut.contiguous(targets_bt.shape[1], self.sequence.size)\n"
-            "own = cut.own(targets_bt, self.sequence.rank)"
+        "self._cut(targets_bt.shape[1], dist.get_world_size(self.group))": (
+            "SequenceCut.contiguous(targets_bt.shape[1], dist.get_world_size(self.group))"
         ),
     },
     killer=EQUIVALENCE + "test_a_rank_uses_its_own_positions_and_targets",

@@ -70,7 +70,7 @@ mutant(
     changes={
         (
             "arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))\n"
-            "leaving = isend(gradient, peer, self.channels.of(self.rank, peer))\n"
+            "leaving = isend(gradient.contiguous(), peer, self.channels.of(self.rank, peer))\n"
             "arriving.wait()\n"
             "leaving.wait()"
         ): (
@@ -168,7 +168,7 @@ mutant(
         "of its copy."
     ),
     target="pipeline_parallel.own_stages.OwnStages._make_copies_equal",
-    changes={"recv(copy, peer": "recv(copy.detach().clone(), peer"},
+    changes={"copy.data.copy_(theirs)": "copy.detach().clone().copy_(theirs)"},
     killer=MUTANT_KILLERS + "test_tied_copies_are_equal_before_the_first_step",
     cause="not started from rank 0's values",
     symptom="The two copies of a tied weight differ from the first step on.",

@@ -69,7 +69,7 @@ mutant(
 mutant(
     "tensor_batches_of_each_rank",
     "The loss is no loss of any batch: each rank is fed another one, and together they compute one.",
-    target="tensor_parallel.parallelize.refuse_unequal_inputs",
+    target="training.guard.refuse_unequal_inputs",
     changes={"len(set(digests)) > 1": "len(digests) < 1"},
     killer="tests/tensor_parallel/test_parallelize.py::"
     "test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks",
@@ -124,7 +124,7 @@ mutant(
         ),
     },
     killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
-    cause="one rank's part",
+    fails_with="shard only",
 )
 
 mutant(

@@ -5,8 +5,10 @@ threads that wait for each other, and a step takes two to three times as long.
 """
 
 import hashlib
+import math
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,11 +22,25 @@ _VECTOR_MATH = (
 )
 
 
+CGROUP = Path("/sys/fs/cgroup")  # where a container finds its own limits
+
+
 def own_cores() -> frozenset[int]:
     """Return the ids of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def core_limit() -> float:
+    """Return how many cores this process's container may use at a time (docker run --cpus), or infinity."""
+    quota, period = "max", "1"
+    with suppress(OSError, ValueError):
+        if (limit := CGROUP / "cpu.max").exists():
+            quota, period = limit.read_text().split()
+        else:  # cgroup version 1
+            quota, period = ((CGROUP / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return float(quota) / float(period) if quota.strip().isdecimal() else math.inf
 
 
 def machine_id() -> str:
@@ -41,7 +57,7 @@ def cores_id() -> str:
 def share_cores(num_ranks: int) -> None:
     """Set the number of threads to this rank's share of its cores, unless OMP_NUM_THREADS is set."""
     if not os.environ.get("OMP_NUM_THREADS"):
-        share = len(own_cores()) // num_ranks
+        share = int(min(len(own_cores()), core_limit())) // num_ranks
         torch.set_num_threads(max(1, min(share, torch.get_num_threads())))
 
 

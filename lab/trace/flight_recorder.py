@@ -160,7 +160,7 @@ def _straggler(group: str, recordings: Mapping[int, Recording]) -> list[str]:
 
 def _recording(path: Path) -> Recording:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         calls = [Call(**row | {"place": _place(row["place"])}) for row in content["calls"]]
         recording = Recording(**content | {"calls": calls, "place": _place(content["place"])})
     except (ValueError, KeyError, TypeError) as error:

@@ -35,7 +35,7 @@ def name_of(table: Table) -> str | None:
 
 def steps_of_trace(path: Path) -> list[list[Event]]:
     """Return the actions of each step of a `trace.json`, the fastest first; times are those of the trace."""
-    rows = json.loads(path.read_text())["traceEvents"]
+    rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     ranks = {row["pid"]: int(row["args"]["name"].split()[1]) for row in rows if row["name"] == "process_name"}
     actions = [
         Event(

@@ -146,6 +146,10 @@ LAUNCHERS = [
             {"MASTER_ADDR": "0.0.0.0"},
             "MASTER_ADDR is 0.0.0.0, which means every interface; it must be the address",
         ),
+        (
+            {"MASTER_ADDR": "::1"},
+            "MASTER_ADDR is ::1, which has an IPv6 address only, but ranks connect over",
+        ),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
         (

@@ -1,6 +1,7 @@
 """The service `notebook` is JupyterLab for this machine only, and its kernel can be one of the ranks."""
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -65,8 +66,17 @@ def answer(port: int, token: str = "") -> int:
 
 def test_the_port_is_open_on_this_machine_only_and_needs_the_token(port):
     bindings = json.loads(docker("inspect", CONTAINER).stdout)[0]["HostConfig"]["PortBindings"]
-    assert bindings == {"8888/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(port)}]}
+    assert bindings == {f"{port}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(port)}]}
     assert (answer(port), answer(port, "wrong"), answer(port, "sesame")) == (403, 403, 200)
+
+
+def test_the_log_has_the_one_address_that_works_on_the_host(port):
+    assert answer(port, "sesame") == 200
+    log = docker("logs", CONTAINER, check=False)
+    addresses = set(re.findall(r"(?:https?|file)://\S+", log.stdout + log.stderr))
+    assert {address for address in addresses if "token" in address or "file:" in address} == {
+        f"http://127.0.0.1:{port}/lab/tree/notebooks?token=..."
+    }
 
 
 def test_nothing_in_the_notebooks_container_runs_as_root(port):

@@ -120,7 +120,7 @@ def test_only_tokens_for_other_ranks_are_sent():
 
 
 def moved_biases(cluster: Cluster, parts: int, how: str = "") -> list[list[float]]:
-    """Return how far each router's bias moves after a step of so many microbatches, and by how many choices."""
+    """Return how many choices count in a step of so many microbatches, and how far each bias moves."""
     x, y = text()
     model = ExpertParallel(gpt(0), MoEConfig(4, 1), form_groups(cluster.world_size))
     if how:

@@ -1,6 +1,8 @@
 """What training.run does for all train scripts: batches, spans, the report."""
 
+import errno
 import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -69,3 +71,17 @@ def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason():
         assert report["not_measured"] == "compute, communication, hidden share: no rank looked"
 
     run_ranks(work, 1)
+
+
+def test_a_trace_that_cannot_be_written_is_one_sentence_on_all_ranks_and_leaves_no_cut_file(tmp_path: Path):
+    def work(cluster: Cluster) -> str:
+        def fill_the_disk(path: Path, *_: object) -> None:
+            Path(path).write_text("a part of")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with mock.patch.object(timeline, "write_chrome_trace", fill_the_disk):
+            return refusal(cluster, "naive", trace=tmp_path)
+
+    sentence = the_one_sentence(run_ranks(work, 2))
+    assert sentence == f"cannot write the trace in {tmp_path}: No space left on device"
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,57 @@
+"""A rank that is stopped (SIGSTOP), as by a debugger, ends every RUN_MODE in time, with a sentence."""
+
+import os
+import re
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import tyro
+
+from lab.cluster import Cluster
+from lab.ranks import RankError, run_ranks
+from tests.run_modes import MODES, start_of, without_measuring
+from training.run import Run
+
+OP_TIMEOUT = 2.0
+LONG = {"comm": ["--mb", "1", "--repeats", "1000"], "point_to_point": []}
+LONG |= {"train": ["--steps", "100000"]}
+LONG |= {mode: ["--steps", "100000", "--patience", "1"] for mode in ("hybrid_elastic", "hybrid_elastic_mesh")}
+SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|rank 1 has not answered within"
+
+
+def stop_rank_1(cluster: Cluster, mode: str) -> None:
+    """Run a mode that would go on for long, and stop rank 1 in it: after two steps, or a moment."""
+    stopped_at, begin_step = [time.monotonic()], Run.step
+
+    def stop() -> None:
+        stopped_at.append(time.monotonic())
+        if cluster.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def step(run: Run):
+        if run._steps_done == 2:
+            stop()
+        return begin_step(run)
+
+    main, arguments = start_of(mode)
+    os.environ["OP_TIMEOUT"] = str(OP_TIMEOUT)
+    if mode in LONG:
+        threading.Timer(0.3 if mode == "point_to_point" else 1.0, stop).start()
+    with without_measuring(), mock.patch.object(Run, "step", step):
+        try:
+            main(cluster, tyro.cli(arguments, args=LONG.get(mode, ["--steps", "100000"])))
+        finally:
+            waited = time.monotonic() - stopped_at[-1]
+            assert waited < OP_TIMEOUT + 3, f"rank {cluster.rank} waited {waited:.1f} s"
+
+
+@pytest.mark.parametrize("mode", [mode for mode, _, _ in MODES])
+def test_a_stopped_rank_ends_the_job_with_a_sentence(mode: str):
+    with pytest.raises(RankError) as error:
+        run_ranks(stop_rank_1, 2, mode, timeout=30, group_timeout=OP_TIMEOUT)
+    assert "rank 0 failed" in str(error.value), error.value
+    assert re.search(SENTENCES, str(error.value)), error.value
+    assert "AssertionError" not in str(error.value)
