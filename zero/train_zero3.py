@@ -247,6 +247,11 @@ class ShardedModule(nn.Module):
         """Refuse: the module's parameters are freed."""
         raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise WorkbookError(
+            "Shards cannot be copied with their hooks: copy the full_state_dict() of all ranks."
+        )
+
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
         names, found = self.names(), [Shard(f"model/{name}", b) for name, b in self.module.named_buffers()]
@@ -319,14 +324,14 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _after_forward(self, i: int, _: nn.Module, inputs: Any, output: Any) -> None:
         """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
-        if is_in_backward():
-            return
         # A tensor that is passed on unchanged has the hook of the block that made it; one more would send
         # that block's gradients too early.
         passed_on, tensors = tree_leaves(inputs), tree_leaves(output)
         for tensor in (leaf for leaf in tensors if isinstance(leaf, Tensor)):
             if tensor.requires_grad and not any(tensor is other for other in passed_on):
                 tensor.register_hook(partial(self._before_backward, i))
+        if is_in_backward():  # a checkpoint has computed the block again, and the backward needs it
+            return
         is_needed = not self.reshards or i in (0, len(self.blocks) - 1)
         if not (is_needed and torch.is_grad_enabled()):
             for unit in self.blocks[i]:

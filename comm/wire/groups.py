@@ -5,9 +5,6 @@ import torch.distributed as dist
 from comm.wire.wire import name_axis, timeout_of
 from lab.launch.gloo_threads import keep_from_preempting
 
-# A copy of a wrapper sends in the same group.
-dist.ProcessGroup.__deepcopy__ = lambda group, memo: group  # type: ignore[attr-defined]
-
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
     """Form a group of these ranks. All ranks of the job must call it, members or not."""

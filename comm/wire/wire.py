@@ -192,6 +192,10 @@ def peer_wire(group: Group, counted: bool = True) -> Wire:
     return Wire(group, POINT_TO_POINT, "direct", numbers=numbers, counted=counted)
 
 
+# A copy of a wrapper sends in the same group.
+dist.ProcessGroup.__deepcopy__ = lambda group, memo: group  # type: ignore[attr-defined]
+
+
 def group_of(group: Group) -> dist.ProcessGroup:
     """Return the group, or the group of all ranks for None. Raise CommError if there is none yet."""
     world = dist.group.WORLD

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         if failure.exitcode in (Stopped.BY_SCHEDULER, Stopped.BY_USER):
             return failure.exitcode  # the ranks have said why
         how = (
-            f"ended with exit code {failure.exitcode}"
+            f"was the first to end, with exit code {failure.exitcode}"
             if failure.exitcode > 0
             else f"was killed by {signal.Signals(-failure.exitcode).name}"
         )

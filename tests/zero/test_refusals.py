@@ -1,12 +1,15 @@
 """Test that ZeRO refuses, in a sentence, what would train wrongly without an error."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
@@ -135,6 +138,7 @@ REFUSED: list[tuple[Callable[[str], object], list[str], str]] = [
     (watches_shards, ["zero3"], "never run"),
     (compiles_in_place, ["zero3"], "compiled code"),
     (lambda _: torch.optim.Adafactor(finished().parameters()).step(), ["zero3"], "element by element"),
+    (lambda _: copy.deepcopy(finished()), ["zero3"], "full_state_dict"),
     (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ["zero3"], "no buffers"),
     (goes_backward_again_after_the_gradients_are_averaged, ["zero1", "zero2"], "call zero_grad"),
     (goes_backward_twice, ["zero1"], "Another backward"),
@@ -181,5 +185,37 @@ def test_the_gradient_of_a_shard_has_no_norm_of_its_own():
         model = finished()
         with pytest.raises(WorkbookError, match="clip_grad_norm_"):
             next(model.parameters()).grad.norm()
+
+    run_ranks(work, 2)
+
+
+def test_a_block_in_reentrant_checkpoints_has_the_gradients_of_one_process():
+    class Twice(nn.Module):
+        def __init__(self, is_checkpointed: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.is_checkpointed = is_checkpointed
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for number in (0, 1, 0, 2):
+                block = self.blocks[number]
+                x = checkpoint(block, x, use_reentrant=True) if self.is_checkpointed else block(x)
+                x = x.tanh()
+            return x
+
+    def work(cluster: Cluster) -> None:
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        alone = Twice(False)
+        alone(x).square().mean().backward()
+        model = FullyShardedDataParallel(Twice(True))
+        model(x.chunk(2)[cluster.rank]).square().mean().backward()
+        model.finish_gradient_sync()
+        expected = dict(alone.named_parameters())
+        for name, shard in zip((n for n, _ in model.named_parameters()), model.parameter_shards, strict=True):
+            own = expected[name].grad.flatten()[shard.start : shard.start + shard.tensor.numel()]
+            assert_same({name: shard.tensor.grad}, {name: own})
 
     run_ranks(work, 2)
