@@ -90,7 +90,7 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); choose another one: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2
 	@rm -f $@
-	@$(PYTHON) -m venv $(VENV)
+	@trap '' INT; $(PYTHON) -m venv $(VENV) # after Ctrl-C make ends when this has ended, without Python's traceback
 	@index='$(TORCH_INDEX_URL)'; \
 	if [ "$$index" = auto ]; then \
 	    index=; \
@@ -102,5 +102,5 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	    fi; \
 	fi; \
 	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
-	@$(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
+	@trap '' INT; $(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
 	@echo '$(CURDIR)' > $@

@@ -44,9 +44,9 @@ Results = dict[str, Any]
 def write(results: Results) -> None:
     """Write the pages' texts between their marks, and draw the pictures."""
     for path, section in pages(results).items():
-        text = path.read_text()
+        text = path.read_text("utf-8")
         start, end = marked(text)
-        path.write_text(text[:start] + section + text[end:])
+        path.write_text(text[:start] + section + text[end:], "utf-8")
     draw(results, RESULTS.parent)
 
 

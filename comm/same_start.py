@@ -18,15 +18,21 @@ from comm.exchange import exchange
 from lab.launch.errors import WorkbookError
 
 
+class DifferentStart(WorkbookError):
+    """Say how ranks were started differently. Whoever has started one of them sees the output of that one."""
+
+    concerns_all = True
+
+
 def check_same_start(data: Tensor, arguments: Mapping[str, Any]) -> None:
-    """Return if all ranks have the same data and arguments. Otherwise raise the same WorkbookError on all."""
+    """Return if all ranks have the same data and arguments. Otherwise raise the same DifferentStart on all."""
     values = {name: "unset" if value is None else str(value) for name, value in arguments.items()}
     reports = exchange((data_digest(data), platform.python_version(), values))
     digests, versions, everyones = zip(*reports, strict=True)
     odd = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         pythons = ", ".join(f"{version} on rank {rank}" for rank, version in enumerate(versions))
-        raise WorkbookError(
+        raise DifferentStart(
             f"the training data of rank {', '.join(odd)} differs from rank 0's; the text is the source of "
             f"Python itself ({pythons}): start all ranks with the same checkout and Python"
         )
@@ -41,7 +47,7 @@ def check_same_start(data: Tensor, arguments: Mapping[str, Any]) -> None:
             shown = " and ".join(f"{value} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
             clauses.append(f"{name} is {shown}")
     if clauses:
-        raise WorkbookError(f"{'; '.join(clauses)}: start all ranks with the same arguments")
+        raise DifferentStart(f"{'; '.join(clauses)}: start all ranks with the same arguments")
 
 
 def data_digest(data: Tensor) -> str:

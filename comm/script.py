@@ -54,7 +54,7 @@ def joined() -> Iterator[Cluster]:
     """Join the other ranks for a `with` block, and leave them at its end.
 
     A WorkbookError is printed as one line, and the process exits with the error's code. If all ranks raise
-    the same one, rank 0 alone prints it.
+    the same one, rank 0 alone prints it, unless it `concerns_all`.
     """
     try:
         cluster = join()
@@ -64,7 +64,7 @@ def joined() -> Iterator[Cluster]:
         lost = is_lost_connection(str(error.__cause__)) and liveness.cause()
         if lost and str(lost) not in sentence:
             sentence += f" ({lost})"
-        _exit(sentence, error.exit_code, sentence if isinstance(error, Usage) else None)
+        _exit(sentence, error.exit_code, sentence if isinstance(error, Usage) else None, error.concerns_all)
     except KeyboardInterrupt:
         _exit("interrupted.", 130)
     except BaseException as error:
@@ -76,6 +76,7 @@ def joined() -> Iterator[Cluster]:
         if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):
             _exit("another rank has not answered within OP_TIMEOUT: look for one that is stuck or paused.", 1)
         liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0], patience=0.0)
+        error.add_note(f"This was on rank {os.environ.get('RANK', '0')}.")
         raise
     leave(cluster)
 
@@ -96,8 +97,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _exit(sentence: str, exit_code: int, usage: str | None = None) -> None:
-    if not liveness.fail(sentence):
+def _exit(sentence: str, exit_code: int, usage: str | None = None, concerns_all: bool = False) -> None:
+    if not liveness.fail(sentence) or concerns_all:
         line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
         print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
     liveness.wait_for_the_others(1.0)

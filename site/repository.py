@@ -140,7 +140,7 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         shown |= {f"{folder}/{file.name}" for file in files}
     for path in sorted(path for path in shown if (root / path).is_file()):
         lexer = LEXERS.get(Path(path).suffix, "text")
-        code = app.builder.highlighter.highlight_block((root / path).read_text(), lexer)
+        code = app.builder.highlighter.highlight_block((root / path).read_text("utf-8"), lexer)
         yield _page(app, path, path, code)
 
 
@@ -155,7 +155,7 @@ def _page(app: Sphinx, name: str, title: str, body: str) -> tuple[str, dict[str,
 
 def summary(path: Path) -> str:
     """Return the first paragraph of a Python file's docstring, as HTML."""
-    docstring = ast.get_docstring(ast.parse(path.read_text())) if path.suffix == ".py" else None
+    docstring = ast.get_docstring(ast.parse(path.read_bytes())) if path.suffix == ".py" else None
     return html.escape((docstring or "").partition("\n\n")[0])
 
 

@@ -95,11 +95,7 @@ def _run_tests(exercise: Exercise, file: Path, report: Path) -> subprocess.Compl
 
 def _graded(exercise: Exercise, file: Path, report: Path, state: str, sentence: str) -> Grade:
     """Return the grade from the tests' report; `state` and `sentence` hold if no test has failed in it."""
-    found = (
-        json.loads(report.read_text(encoding="utf-8"))
-        if report.exists()
-        else {"load_error": None, "tests": []}
-    )
+    found = json.loads(report.read_bytes()) if report.exists() else {"load_error": None, "tests": []}
     if found["load_error"] is not None:
         sentence = load_error(exercise, file, found["load_error"])
         return Grade(exercise.name, INVALID, sentence, failed=exercise.tests)

@@ -5,6 +5,7 @@ class WorkbookError(RuntimeError):
     """Tell the user what is wrong and how to fix it. Scripts print this text, and exit with `exit_code`."""
 
     exit_code = 1
+    concerns_all = False  # each rank prints it, although rank 0 does
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()

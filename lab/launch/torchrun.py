@@ -45,12 +45,11 @@ def main(argv: list[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode in (Stopped.BY_SCHEDULER, Stopped.BY_USER):
             return failure.exitcode  # the ranks have said why
-        how = (
-            f"was the first to end, with exit code {failure.exitcode}"
-            if failure.exitcode > 0
-            else f"was killed by {signal.Signals(-failure.exitcode).name}"
-        )
-        print(f"rank {rank} {how}; the others were stopped.", file=sys.stderr)
+        if failure.exitcode > 0:  # a rank has said why, and perhaps another one than the first that ended
+            how = f"a rank ended with exit code {failure.exitcode}"
+        else:
+            how = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
+        print(f"{how}; the others were stopped.", file=sys.stderr)
         return max(failure.exitcode, 1)
     except DistError as error:
         print(

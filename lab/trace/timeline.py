@@ -140,8 +140,7 @@ def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
                 rows.append({"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid})
                 rows[-1] |= {"ts": (event.start_ns - zero) / 1000, "dur": event.duration_ns / 1000}
                 rows[-1] |= {"args": event.args}
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": rows})
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}), "utf-8")
     return Path(path)
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from comm import point_to_point, tour
 from comm.collectives import all_reduce
+from comm.same_start import check_same_start
 from comm.script import start
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -27,6 +28,7 @@ class Args:
 def main(cluster, args: Args) -> None:
     if args.steps < 1:
         raise WorkbookError(f"--steps {args.steps}: there must be at least one.")
+    check_same_start(torch.ones(1), {"--steps": args.steps})
     all_reduce(torch.ones(args.steps))
 
 
@@ -69,6 +71,13 @@ def test_an_error_of_all_ranks_is_reported_once(capfd):
     ends, _, err = outcome(capfd, *["--steps 0"] * 3)
     assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(3)]
     assert err == "[rank 0] rank 0: --steps 0: there must be at least one."
+
+
+def test_each_rank_says_how_they_were_started_differently(capfd):
+    ends, _, err = outcome(capfd, "--steps 1", "--steps 2")
+    assert ends == [f"rank {rank} exited with code 1 before it returned." for rank in range(2)]
+    said = "--steps is 1 on rank 0 and 2 on rank 1: start all ranks with the same arguments"
+    assert sorted(err.splitlines()) == [f"[rank {rank}] rank {rank}: {said}" for rank in range(2)]
 
 
 def test_an_error_of_one_rank_is_reported_by_it_and_the_others_name_it(capfd):

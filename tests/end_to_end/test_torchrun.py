@@ -119,7 +119,7 @@ def test_the_error_of_a_failing_rank_comes_before_the_launchers_line(tmp_path):
     assert torchrun.returncode == 1
     assert err.splitlines() == [
         "rank 1: this machine has no such thing.",
-        "rank 1 was the first to end, with exit code 1; the others were stopped.",
+        "a rank ended with exit code 1; the others were stopped.",
     ]
 
 
