@@ -25,7 +25,7 @@ class DifferentStart(WorkbookError):
 
 
 def check_same_start(data: Tensor, arguments: Mapping[str, Any]) -> None:
-    """Return if all ranks have the same data and arguments. Otherwise raise the same DifferentStart on all."""
+    """Return if all ranks have the same data and arguments. Else raise the same DifferentStart on all."""
     values = {name: "unset" if value is None else str(value) for name, value in arguments.items()}
     reports = exchange((data_digest(data), platform.python_version(), values))
     digests, versions, everyones = zip(*reports, strict=True)
