@@ -74,6 +74,7 @@ class Guard:
         self.is_synchronising = True  # False inside no_sync()
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
         self._wrapped = self._parameters()
+        self._has_local_gradients = False  # those of no_sync()
         self.arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
         self._shards, self._accepted = set(shards), weakref.WeakSet[Optimizer]()
         _guards.add(self)
@@ -126,7 +127,7 @@ class Guard:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Mark the backwards of all microbatches but the last: their gradients add up."""
-        self.is_synchronising = False
+        self.is_synchronising, self._has_local_gradients = False, True
         try:
             yield
         finally:
@@ -135,10 +136,11 @@ class Guard:
     def expect_gradients(self) -> None:
         """Prepare for the next backward: none of its gradients has arrived."""
         self.arrived.clear()
+        self._has_local_gradients = False
 
     def before_step(self) -> None:
         """Raise WorkbookError if the gradients of a backward have not been averaged yet."""
-        if self.arrived:
+        if self.arrived or self._has_local_gradients:
             raise WorkbookError("Call finish_gradient_sync() after the last backward, and before step().")
 
     def accept(self, optimizer: Optimizer) -> None:

@@ -114,6 +114,12 @@ def test_a_step_before_finish_gradient_sync_is_refused_at_once_with_or_without_a
             model.finish_gradient_sync()
             optimizer.step()
             model.zero_grad()
+            with model.no_sync():
+                closure()
+            with pytest.raises(WorkbookError, match=r"^Call finish_gradient_sync"):
+                optimizer.step()
+            model.finish_gradient_sync()
+            model.zero_grad()
 
             def right_closure(model: Any = model) -> Tensor:
                 loss = closure(model)

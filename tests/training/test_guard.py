@@ -63,7 +63,8 @@ def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
     with guard.no_sync():
         backward(layers)
         backward(layers)
-    guard.before_step()
+    with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync"):
+        guard.before_step()  # the gradients are those of this rank
     backward(layers)
     with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync\(\) after the last backward"):
         guard.before_step()
