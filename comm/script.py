@@ -73,7 +73,8 @@ def joined() -> Iterator[Cluster]:
         # PyTorch's own techniques (DDP, FSDP) communicate without comm, so their errors are torch's.
         if isinstance(error, RuntimeError) and is_lost_connection(str(error)) and (gone := liveness.cause()):
             _exit(f"a peer has closed its connection: {gone}.", 1)
-        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):
+        timeouts = ("Timed out waiting", "Connect timeout")  # of gloo
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in timeouts):
             _exit("another rank has not answered within OP_TIMEOUT: look for one that is stuck or paused.", 1)
         liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0], patience=0.0)
         error.add_note(f"This was on rank {os.environ.get('RANK', '0')}.")

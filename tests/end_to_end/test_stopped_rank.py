@@ -19,7 +19,7 @@ OP_TIMEOUT = 2.0
 LONG = {"comm": ["--mb", "1", "--repeats", "1000"], "point_to_point": []}
 LONG |= {"train": ["--steps", "100000"]}
 LONG |= {mode: ["--steps", "100000", "--patience", "1"] for mode in ("hybrid_elastic", "hybrid_elastic_mesh")}
-SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|rank 1 has not answered within"
+SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank 1 has not answered within"
 
 
 def stop_rank_1(cluster: Cluster, mode: str) -> None:
