@@ -254,6 +254,7 @@ class Summed(NaiveDataParallel):
     def finish_gradient_sync(self):
         for parameter in self.module.parameters():
             all_reduce(parameter.grad, op="sum")
+        self._guard.expect_gradients()
 
 
 def train(wrapper, make_optimizer, steps, batch_size=64):
