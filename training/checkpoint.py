@@ -198,6 +198,7 @@ def shards_of(name: str, trained: Tensor, optimizer: Optimizer | None, **where: 
 
 def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
     """Return the shards of a model that each rank has in full, or whose parameters are DTensors."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
     shards = [Shard(f"model/{name}", buffer) for name, buffer in model.named_buffers()]
     for name, parameter in model.named_parameters():
         where = {}

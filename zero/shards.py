@@ -23,8 +23,9 @@ from training.checkpoint import Shard, shards_of
 class ParameterShard:
     """Holds the elements of one parameter that this rank owns; there may be none.
 
-    `tensor` is flat, and `start` is the number of its first element in the parameter. An optimizer trains
-    `tensor`, whose `grad` is this rank's shard of the mean gradient.
+    `tensor` has as many dimensions as the parameter, all of size 1 but the last, and `start` is the number of
+    its first element in the parameter. An optimizer trains `tensor`, whose `grad` is this rank's shard of the
+    mean gradient.
     """
 
     parameter: nn.Parameter  # the full one, of the model
@@ -33,7 +34,8 @@ class ParameterShard:
 
     def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[Shard]:
         """Yield, for a checkpoint, the shards of the parameter and of the optimizer's state."""
-        return shards_of(name, self.tensor, optimizer, shape=self.parameter.shape, start=self.start)
+        full = self.parameter.shape
+        return shards_of(name, self.tensor, optimizer, shape=full, box=full, start=self.start)
 
 
 class FlatLayout:
@@ -75,14 +77,16 @@ class FlatLayout:
 
     def parameter_shards(self, shard: Tensor) -> list[ParameterShard]:
         """Return this rank's shard of each parameter; they share the memory of `shard`."""
-        return [
-            ParameterShard(parameter, start, nn.Parameter(part, requires_grad=self.is_trained))
-            for parameter, (start, part) in zip(self.parameters, self.split(shard), strict=True)
-        ]
+        found = []
+        for parameter, (start, part) in zip(self.parameters, self.split(shard), strict=True):
+            part = part.view([1] * (parameter.dim() - 1) + [-1])  # weight decay is chosen by p.dim()
+            found.append(ParameterShard(parameter, start, nn.Parameter(part, self.is_trained)))
+        return found
 
     def add_gradient(self, shards: list[ParameterShard], gradient: Tensor) -> None:
         """Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it."""
         for one, (_, part) in zip(shards, self.split(gradient), strict=True):
+            part = part.view_as(one.tensor)
             total = part if one.tensor.grad is None else one.tensor.grad + part
             one.tensor.grad = total.as_subclass(guard.Shard)
 

@@ -91,9 +91,9 @@ class ShardOptimizer(Optimizer):
         bucket_mb: float = 4.0,
         **defaults: Any,
     ) -> None:
+        groups = optimizer_class(params, **defaults).param_groups  # `params` can have several forms
         refuse_unless_elementwise(optimizer_class, defaults)
         self.group, self.pattern = group, pattern
-        groups = optimizer_class(params, **defaults).param_groups  # `params` can have several forms
         self._guard = Guard(nn.ParameterList(p for options in groups for p in options["params"]))
         self.buckets: list[Bucket] = []
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -112,12 +112,12 @@ class ShardOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
         self._guard.before_step()
-        return clip_grad_norm_(
-            [s.tensor for s in self.parameter_shards], max_norm, [self.group], self.pattern
-        )
+        trained = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(trained, max_norm, [self.group], self.pattern)
 
     def shards(self, model: nn.Module) -> list[Shard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+        model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
         names = {parameter: name for name, parameter in model.named_parameters()}
         full = [*model.named_parameters(), *model.named_buffers()]
         found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]

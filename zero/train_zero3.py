@@ -168,12 +168,13 @@ class ShardedModule(nn.Module):
     compute_dtype: torch.dtype | None
     units: list[Unit]
     parameter_shards: list[ParameterShard]  # of all units
+    _guard: Guard
 
     def refuse_unsupported(self) -> None:
         """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
         if self.compute_dtype is not None and any(b.is_floating_point() for b in self.module.buffers()):
             raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
-        if any(part._compiled_call_impl is not None for part in self.module.modules()):
+        if any(part._compiled_call_impl is not None for part in self.modules()):
             raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
 
     def refuse_hooks(self) -> None:
@@ -183,6 +184,7 @@ class ShardedModule(nn.Module):
 
     def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
+        self.refuse_unsupported()  # what was compiled, or has got a buffer, since the wrapping
         if self.compute_dtype is None:
             return self.module(*inputs, **options)
         inputs, options = tree_map_only(Tensor, partial(cast, dtype=self.compute_dtype), (inputs, options))
@@ -203,6 +205,7 @@ class ShardedModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self._guard.before_step()
         return clip_grad_norm_(self.parameters(), max_norm, [self.group], self.pattern)
 
     def full_state_dict(self) -> dict[str, Tensor]:

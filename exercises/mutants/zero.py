@@ -190,6 +190,15 @@ mutant(
 )
 
 mutant(
+    "zero_shards_are_vectors",
+    "With ZeRO 3 weights grow without bound: no shard has two dimensions, so groups by p.dim() decay none.",
+    target="zero.shards.FlatLayout.parameter_shards",
+    changes={"part = part.view([1] * (parameter.dim() - 1) + [-1])": ""},
+    killer="tests/zero/test_refusals.py::"
+    "test_groups_by_the_number_of_dimensions_decay_what_they_decay_on_one_process",
+)
+
+mutant(
     "zero_clipped_by_the_local_norm",
     "Clipped gradients are too long and change direction: each rank clips by the norm of its own shard.",
     target="training.clipping.clip_grad_norm_",

@@ -138,7 +138,7 @@ def gradients_of(hybrid: HybridParallel) -> Tensors:
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
     for shard in hybrid.data.parameter_shards if zero else ():
         flat = torch.zeros(shard.parameter.numel(), dtype=torch.float64)
-        flat[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad
+        flat[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad.flatten()
         all_reduce(flat, group=hybrid.mesh.replicas)
         local[shard.parameter] = flat.view(shard.parameter.shape)
     own: Tensors = {n: full(hybrid, n, local[p]) for n, p in named.items() if local[p] is not None}

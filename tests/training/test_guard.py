@@ -105,5 +105,3 @@ def test_an_optimizer_that_looks_at_a_whole_tensor_is_refused() -> None:
     for refused in (NormalisedSgd, torch.optim.Adafactor, torch.optim.Muon):
         with pytest.raises(WorkbookError, match=f"{refused.__name__} does not work element by element"):
             refuse_unless_elementwise(refused, {"lr": 0.1})
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        refuse_unless_elementwise(torch.optim.SGD, {"learning": 0.1})

@@ -96,7 +96,7 @@ def full_tensors(
     values, owners = torch.zeros(2, sum(sizes), dtype=torch.float64, device=device)
     for name, value, owner in zip(names, values.split(sizes), owners.split(sizes), strict=True):
         part, start = what(shards[name]).detach(), shards[name].start
-        value[start : start + part.numel()] = part
+        value[start : start + part.numel()] = part.flatten()
         owner[start : start + part.numel()] = 1
     both = torch.cat([values, owners])
     all_reduce(both)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lab.check import assert_same
@@ -14,6 +14,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.zero.sharded import STAGES, Blocks, Sharded
+from training.checkpoint import plain_shards
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
@@ -104,13 +105,10 @@ def clips_as_one_process_does(_: str) -> None:
     torch.nn.utils.clip_grad_norm_(finished().parameters(), 1.0)
 
 
-def decays_matrices_only(_: str) -> None:
-    groups = [
-        {"params": [p for p in finished().parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": list((model := finished()).parameters())},
-    ]
-    torch.optim.SGD(groups, lr=0.1).step()
-    del model
+def clips_before_it_finishes(stage: str) -> None:
+    ours = Sharded(stage, Blocks(), "sgd")
+    backward(ours)
+    ours.syncing.clip_grad_norm_(1.0)
 
 
 def watches_shards(_: str) -> None:
@@ -127,6 +125,12 @@ def compiles_in_place(_: str) -> None:
     FullyShardedDataParallel(module)
 
 
+def compiles_a_block_after_wrapping(_: str) -> None:
+    model = FullyShardedDataParallel(Blocks())
+    model.module.blocks[1].compile(backend="eager")
+    model(torch.ones(2, 8))
+
+
 REFUSED: list[tuple[Callable[[str], object], list[str], str]] = [
     (forgets_to_finish, STAGES, "finish_gradient_sync"),
     (forgets_to_finish_in_the_first_step, STAGES, "finish_gradient_sync"),
@@ -134,9 +138,10 @@ REFUSED: list[tuple[Callable[[str], object], list[str], str]] = [
     (steps_with_a_closure, ["zero3"], "finish_gradient_sync"),
     (takes_the_norm_of_a_shard, STAGES, "shard only"),
     (clips_as_one_process_does, ["zero3"], "shard only"),
-    (decays_matrices_only, ["zero3"], "by the names"),
+    (clips_before_it_finishes, STAGES, "finish_gradient_sync"),
     (watches_shards, ["zero3"], "never run"),
     (compiles_in_place, ["zero3"], "compiled code"),
+    (compiles_a_block_after_wrapping, ["zero3"], "compiled code"),
     (lambda _: torch.optim.Adafactor(finished().parameters()).step(), ["zero3"], "element by element"),
     (lambda _: copy.deepcopy(finished()), ["zero3"], "full_state_dict"),
     (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ["zero3"], "no buffers"),
@@ -182,9 +187,59 @@ def test_ranks_that_run_different_blocks_are_refused_on_all_ranks():
 
 def test_the_gradient_of_a_shard_has_no_norm_of_its_own():
     def work(cluster: Cluster) -> None:
-        model = finished()
-        with pytest.raises(WorkbookError, match="clip_grad_norm_"):
-            next(model.parameters()).grad.norm()
+        gradient = next(finished().parameters()).grad
+        wholes = [Tensor.norm, Tensor.count_nonzero, lambda g: g.flatten() @ g.flatten(), Tensor.aminmax]
+        for whole in wholes:
+            with pytest.raises(WorkbookError, match="clip_grad_norm_"):
+                whole(gradient)
+        assert gradient.clamp(-1, 1).mul(2).shape == gradient.shape
+
+    run_ranks(work, 2)
+
+
+def test_groups_by_the_number_of_dimensions_decay_what_they_decay_on_one_process():
+    def trained(model: Any, module: nn.Module, x: Tensor) -> None:
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        model(x).square().mean().backward()
+        if model is not module:
+            model.finish_gradient_sync()
+        optimizer.step()
+
+    def work(cluster: Cluster) -> None:
+        torch.manual_seed(0)
+        alone, module = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(2))
+        module.load_state_dict(alone.state_dict())
+        x = torch.randn(4, 3, dtype=torch.float64)
+        trained(alone, alone, x)
+        model = FullyShardedDataParallel(module)
+        trained(model, module, x.chunk(2)[cluster.rank])
+        assert_same(model.full_state_dict(), alone.state_dict())
+
+    run_ranks(work, 2)
+
+
+def test_a_wrong_option_of_the_optimizer_has_the_optimizers_own_error():
+    def work(cluster: Cluster) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            ZeroOptimizer(Blocks().parameters(), torch.optim.SGD, learning=0.1)
+
+    run_ranks(work, 2)
+
+
+def test_a_compiled_models_checkpoint_has_the_names_of_the_plain_model():
+    class Compiled(nn.Module):  # torch.compile would import a compiler for seconds
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = Blocks()
+
+    def work(cluster: Cluster) -> None:
+        model = Compiled()
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for shards in (optimizer.shards(model), plain_shards(model, optimizer)):
+            assert {shard.name for shard in shards} == {f"model/blocks.{i}.weight" for i in range(3)}
 
     run_ranks(work, 2)
 
@@ -198,7 +253,7 @@ def test_a_block_in_reentrant_checkpoints_has_the_gradients_of_one_process():
             self.is_checkpointed = is_checkpointed
             self.double()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             for number in (0, 1, 0, 2):
                 block = self.blocks[number]
@@ -216,6 +271,6 @@ def test_a_block_in_reentrant_checkpoints_has_the_gradients_of_one_process():
         expected = dict(alone.named_parameters())
         for name, shard in zip((n for n, _ in model.named_parameters()), model.parameter_shards, strict=True):
             own = expected[name].grad.flatten()[shard.start : shard.start + shard.tensor.numel()]
-            assert_same({name: shard.tensor.grad}, {name: own})
+            assert_same({name: shard.tensor.grad.flatten()}, {name: own})
 
     run_ranks(work, 2)
