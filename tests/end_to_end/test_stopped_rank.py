@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import tyro
 
+from comm.point_to_point import ring_non_blocking
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
 from tests.run_modes import MODES, start_of, without_measuring
@@ -23,7 +24,7 @@ SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank
 
 
 def stop_rank_1(cluster: Cluster, mode: str) -> None:
-    """Run a mode that would go on for long, and stop rank 1 in it: after two steps, or a moment."""
+    """Run a mode and stop rank 1 in it: before its second ring, after two steps, or after a second."""
     stopped_at, begin_step = [time.monotonic()], Run.step
 
     def stop() -> None:
@@ -36,11 +37,17 @@ def stop_rank_1(cluster: Cluster, mode: str) -> None:
             stop()
         return begin_step(run)
 
+    def ring(*args) -> None:
+        stop()
+        ring_non_blocking(*args)
+
+    ring.__name__ = ring_non_blocking.__name__
     main, arguments = start_of(mode)
     os.environ["OP_TIMEOUT"] = str(OP_TIMEOUT)
-    if mode in LONG:
-        threading.Timer(0.3 if mode == "point_to_point" else 1.0, stop).start()
-    with without_measuring(), mock.patch.object(Run, "step", step):
+    if mode in LONG and mode != "point_to_point":
+        threading.Timer(1.0, stop).start()
+    second_ring = mock.patch("comm.point_to_point.ring_non_blocking", ring)
+    with without_measuring(), mock.patch.object(Run, "step", step), second_ring:
         try:
             main(cluster, tyro.cli(arguments, args=LONG.get(mode, ["--steps", "100000"])))
         finally:
