@@ -15,7 +15,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 KFD ?= /dev/kfd
 
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
-$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
+$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS FROM TO TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
 # Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +25,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check-runs exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
+.PHONY: help setup run diff test check-runs exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
@@ -37,6 +37,11 @@ run: export WORLD_SIZE := $(WORLD_SIZE)
 run: export ARGS := $(ARGS)
 run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
 	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
+
+diff: export FROM := $(FROM)
+diff: export TO := $(TO)
+diff: $(READY) ## show what a step changes in the code: make diff FROM=naive TO=overlap
+	@$(PY) -m lab.what_changed "$$FROM" "$$TO"
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
