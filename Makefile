@@ -103,7 +103,7 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	        && ! $(PY) -m pip config list | grep -E '\.(index-url|extra-index-url|find-links|no-index)=' >/dev/null; \
 	    then \
 	        index=$(CPU_INDEX); \
-	        if [ -e '$(KFD)' ]; then echo "There is an AMD GPU ($(KFD)), and this installs torch for the CPU; for the GPU: make clean setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (README.md, Set-up)" >&2; fi; \
+	        if [ -e '$(KFD)' ]; then echo "There is an AMD GPU ($(KFD)), and this installs torch for the CPU; for the GPU: make clean setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (docs/setup.md)" >&2; fi; \
 	    fi; \
 	fi; \
 	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2

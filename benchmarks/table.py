@@ -1,9 +1,9 @@
-"""Measure every technique in the same training, and write the tables and pictures of the READMEs.
+"""Measure every technique in the same training, and write the tables and pictures of the pages.
 
-    python benchmarks/table.py                      15 minutes: writes results/, README.md and the pictures
+    python benchmarks/table.py                      15 minutes: writes results/, pages and pictures
     python benchmarks/table.py --quick              few rows, 2 workers, 1 run: prints a table, writes nothing
     python benchmarks/table.py --only zero-3 1f1b   these techniques only: prints a table, writes nothing
-    python benchmarks/table.py --from FILE          writes README.md and the pictures from stored results
+    python benchmarks/table.py --from FILE          writes pages and pictures from stored results
 
 Every technique trains the same GPT on the same global batch, by its own train script, with 1, 2 and 4
 workers, on loopback and on a software link of 1 Gbit/s (table_runs.py). `vanilla` is one process without any
@@ -57,7 +57,7 @@ from training.run import WARMUP_STEPS
 
 @dataclasses.dataclass
 class Args(side_by_side.Args):
-    """Measure every technique in the same training, and write the tables and pictures of the READMEs."""
+    """Measure every technique in the same training, and write the tables and pictures of the pages."""
 
     only: tuple[str, ...] = ()
     """Names of techniques to measure beside vanilla, such as zero-3 or 1f1b; then write nothing."""

@@ -1,4 +1,4 @@
-"""Write the results of benchmarks/table.py into READMEs, between two marks, and draw them as bars.
+"""Write the results of benchmarks/table.py into two pages, between two marks, and draw them as bars.
 
 Everything on the pages comes from the stored results, so they can be written again without measuring. Colours
 are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which differ for colour-blind eyes too.
@@ -23,7 +23,7 @@ from lab.launch.errors import WorkbookError
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "table.json"
-TOP, FULL = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
+SHORT, FULL = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "README.md"
 LINK_NAMES = {"loopback": "loopback", "1gbit": "1 Gbit/s"}
 PICTURES = {  # for each picture its panels: title, link, figure of a row, unit and its name
     "tokens_per_second.svg": [
@@ -62,11 +62,11 @@ def marked(text: str) -> tuple[int, int]:
 
 def pages(results: Results) -> dict[Path, str]:
     """Return the text between the marks of each page."""
-    return {TOP: short_page(results), FULL: full_page(results)}
+    return {SHORT: short_page(results), FULL: full_page(results)}
 
 
 def short_page(results: Results) -> str:
-    """Return the section of the top README: tokens per second, and the memory of a rank."""
+    """Return the section of docs/results.md: tokens per second, and the memory of a rank."""
     rows, most = results["rows"], max(row["world_size"] for row in results["rows"])
     cells = _cells(rows)
     columns = sorted((place for place in cells if place[0] > 1), key=lambda place: (place[1], place[0]))
@@ -86,11 +86,11 @@ def short_page(results: Results) -> str:
     cores = results["machine"]["cores"]
     where = (
         f"{most} workers have {cores} cores here, so no speed-up above {min(cores, most)} can show. "
-        "[benchmarks/README.md](benchmarks/README.md) has all figures, and says what else does not show."
+        "[benchmarks/README.md](../benchmarks/README.md) has all figures, and says what else does not show."
     )
     name = "tokens_per_second.svg"
     parts = [*_setting(results), _paragraph(meaning), *_other_model(rows), _table(header, lines)]
-    parts += [_paragraph(where), f"![{_alternative(rows, name)}](benchmarks/results/{name})"]
+    parts += [_paragraph(where), f"![{_alternative(rows, name)}](../benchmarks/results/{name})"]
     return "\n\n".join(parts) + "\n"
 
 

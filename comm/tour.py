@@ -10,7 +10,7 @@ includes torch's own collectives, whose messages we cannot count. On nccl there 
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
 bus. Their link is measured while all send, so a pattern in which few do is faster than predicted. And LINK,
-the rate of each container's network (see the main README.md), slows down what a container sends, not what it
+the rate of each container's network (see docs/running.md), slows down what a container sends, not what it
 receives. So many ranks that send to one root are faster than predicted.
 """
 

@@ -52,7 +52,7 @@ def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
 def test_git_has_nothing_that_a_run_has_left_in_the_root():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     entries = {name.partition("/")[0] for name in tracked.splitlines() if "/" in name and name[0] != "."}
-    others = {"benchmarks", "configs", "exercises", "notebooks", "scripts", "site", "tests"}
+    others = {"benchmarks", "configs", "docs", "exercises", "notebooks", "scripts", "site", "tests"}
     assert sorted(entries - others - set(FLOOR)) == [], "remove it, or name it here"
 
 
@@ -73,7 +73,9 @@ def test_the_concept_of_a_lesson_is_read_in_one_sitting():
     assert not {name: number for name, number in lines.items() if number > 120}
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("*/README.md"), *ROOT.glob("*.md")]), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("*/README.md"), *ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]), ids=str
+)
 def test_every_link_of_a_page_leads_somewhere(path):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]

@@ -491,7 +491,7 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 # ```
 #
 # A notebook can be one of these ranks, too: with `COMPOSE_PROFILES=notebook` JupyterLab takes the place of the last
-# machine. [README.md](../README.md) says how.
+# machine. [Ways to run a lesson](../docs/running.md#in-containers) says how.
 #
 # ## Exercises
 #
@@ -510,7 +510,7 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 #
 # ## The lesson beside this notebook, and further reading
 #
-# - [README.md](../README.md): all ways to start ranks, and what a run prints
+# - [Ways to run a lesson](../docs/running.md), and [what a run tells](../docs/report.md)
 # - [entrypoint.sh](../entrypoint.sh): the table from RUN_MODE to the lesson's file
 # - Hoffmann et al., [Training Compute-Optimal Large Language Models](https://arxiv.org/abs/2203.15556), 2022: the 20
 #   tokens for each parameter

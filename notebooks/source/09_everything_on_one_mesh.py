@@ -538,8 +538,8 @@ same.compare(other)
 #   another mesh can load the checkpoint. So a job that has lost a machine can go on with fewer ranks.
 # - One slow or dead machine stops all others. Notebook 10 shows how to find it.
 #
-# [scripts/](../scripts/README.md) explains the files for Slurm and Kubernetes. Measured times of all techniques are in the
-# tables of the [top README](../README.md).
+# [scripts/](../scripts/README.md) explains the files for Slurm and Kubernetes. Measured times of all techniques are in
+# [What each technique gains](../docs/results.md).
 #
 # ## Exercises
 #

@@ -1,4 +1,4 @@
-"""The table of benchmarks/table.py: what it runs, how it counts, and that the READMEs show what is stored."""
+"""The table of benchmarks/table.py: what it runs, how it counts, and that the pages show what is stored."""
 
 import dataclasses
 import json
@@ -147,16 +147,20 @@ def test_what_a_machine_cannot_show_follows_from_its_cores():
 
 
 def test_results_are_written_between_the_marks_and_drawn_again_with_the_same_bytes(tmp_path, monkeypatch):
-    places = {"TOP": tmp_path / "TOP.md", "FULL": tmp_path / "FULL.md", "RESULTS": tmp_path / "table.json"}
+    places = {
+        "SHORT": tmp_path / "SHORT.md",
+        "FULL": tmp_path / "FULL.md",
+        "RESULTS": tmp_path / "table.json",
+    }
     for name, path in places.items():
         path.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
         monkeypatch.setattr(table_pages, name, path)
     results = made_up()
     write(results)
-    text, first = places["TOP"].read_text(), (tmp_path / "memory.svg").read_bytes()
+    text, first = places["SHORT"].read_text(), (tmp_path / "memory.svg").read_bytes()
     assert text.startswith("before\n") and text.endswith("-->\nafter\n") and "old" not in text
     write(results)
-    assert places["TOP"].read_text() == text and (tmp_path / "memory.svg").read_bytes() == first
+    assert places["SHORT"].read_text() == text and (tmp_path / "memory.svg").read_bytes() == first
     with pytest.raises(WorkbookError, match="must have the marks"):
         marked("no marks")
 

@@ -1,4 +1,4 @@
-"""Every RUN_MODE runs without options on any number of ranks, and READMEs explain its report.
+"""Every RUN_MODE runs without options on any number of ranks, and pages explain its report.
 
 On four ranks tests/containers trains every mode.
 """
@@ -20,7 +20,7 @@ from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of, without_m
 from training.run import Run
 
 NAMES = [mode for mode, _, _ in MODES]
-TOP = (ROOT / "README.md").read_text()
+REPORT = (ROOT / "docs" / "report.md").read_text()
 WITH_README = {script.partition("/")[0] for script in SCRIPTS.values()} - {"comm"}
 DRIFTS = "train"  # its replicas do not stay equal, and it shows that
 
@@ -86,7 +86,7 @@ def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
 @pytest.mark.parametrize("mode", NAMES)
 def test_each_row_of_a_report_is_explained(mode: str):
     folder = SCRIPTS[mode].partition("/")[0]
-    texts = TOP + ((ROOT / folder / "README.md").read_text() if folder in WITH_README else "")
+    texts = REPORT + ((ROOT / folder / "README.md").read_text() if folder in WITH_README else "")
     first_cells = re.findall(r"^\| (`\w+`[^|]*) \|", texts, re.MULTILINE)
     explained = set(re.findall(r"`(\w+)`", "\n".join(first_cells)))
     shown = {name for name, value in reports().get(mode, {}).items() if value is not None}
@@ -94,6 +94,6 @@ def test_each_row_of_a_report_is_explained(mode: str):
 
 
 def test_the_sample_report_has_the_rows_of_a_run():
-    [sample] = re.findall(r"^[│┌├└].*[│┐┤┘]$(?:\n[│┌├└].*$)*", TOP, re.MULTILINE)
+    [sample] = re.findall(r"^[│┌├└].*[│┐┤┘]$(?:\n[│┌├└].*$)*", REPORT, re.MULTILINE)
     named = re.findall(r"^│ (\w+) +│", sample, re.MULTILINE)
     assert named == [name for name, value in reports()["data_parallel_naive"].items() if value is not None]

@@ -1,4 +1,4 @@
-"""The commands of the README that start ranks without make: by hand, and by one agent for each machine."""
+"""The commands of docs/running.md that start ranks without make: by hand, and with an agent per machine."""
 
 import json
 import os
@@ -12,7 +12,9 @@ from tests.comm.test_rendezvous import VARIABLES, free_port
 from tests.run_modes import ROOT
 
 COMMANDS = re.findall(
-    r"^((?:\w+=\S+ )*)\.venv/bin/(python|torchrun) (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    r"^((?:\w+=\S+ )*)\.venv/bin/(python|torchrun) (.*)$",
+    (ROOT / "docs" / "running.md").read_text(),
+    re.MULTILINE,
 )
 PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
 SHORT = ["--steps", "2", "--size", "tiny", "--batch-size", "8", "--json"]
@@ -49,7 +51,7 @@ def together(commands: list[tuple[str, str, str]]) -> dict:
     ],
     ids=["by hand", "two agents"],
 )
-def test_the_commands_of_the_readme_train(what: str, commands: list[tuple[str, str, str]], world_size: int):
+def test_the_commands_of_the_page_train(what: str, commands: list[tuple[str, str, str]], world_size: int):
     assert len(commands) == 2, what
     report = together(commands)
     assert (report["world_size"], report["steps"], report["replicas_equal"]) == (world_size, 2, True)

@@ -1,4 +1,4 @@
-"""COMING_FROM.md, and the README's last section, map other libraries' names to names that exist here."""
+"""The page for those who know other libraries maps their names to names that exist here."""
 
 import ast
 import functools
@@ -14,15 +14,14 @@ import tyro
 from tests.run_modes import ROOT, SCRIPTS, start_of
 from tests.test_help import options_of
 
-PAGE = (ROOT / "COMING_FROM.md").read_text()
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "coming_from.md").read_text()
 TARGETS = set(re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
 MAGICS = ast.get_docstring(ast.parse((ROOT / "lab/notebook/magics.py").read_text())) or ""
 MODES_OF_THE_BLOG = (
     *("comm", "train", "data_parallel_naive", "data_parallel_naive_grad_accumulation"),
     *("data_parallel_overlap", "data_parallel_bucket_overlap", "tensor_parallel"),
 )
-LINK = re.compile(r"\[`([^`]+)`\]\(([^)]+)\)")
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./([^)]+)\)")
 
 
 def rows_of(text: str) -> list[tuple[str, str]]:
@@ -118,17 +117,3 @@ def test_what_the_blog_says_to_run_runs_as_it_is_written_there():
         for mode in ("pipeline_afab", "pipeline_1f1b"):
             args = tyro.cli(start_of(mode).arguments, args=words)
             assert (args.microbatches, args.metronome) == (2, "0.5s")
-
-
-def test_the_last_section_of_the_readme_names_what_the_page_names():
-    last = README.rpartition("\n## ")[2]
-    assert last.startswith("If you come from ...") and "](COMING_FROM.md)" in last
-    rows = rows_of(last)
-    assert len(rows) >= 5
-    for _, ours in rows:
-        settings = dict(re.findall(r"(RUN_MODE|ARGS)=('.*?'|\w+)", ours))
-        if mode := settings.get("RUN_MODE"):
-            assert f"`{mode}`" in PAGE
-            assert set(re.findall(r"--[\w-]+", settings.get("ARGS", ""))) <= set(options(mode))
-        for name in re.findall(r"`([a-zA-Z_]+)[(`]", ours):
-            assert f"[`{name}`](" in PAGE, name

@@ -7,7 +7,7 @@ import pytest
 from exercises.catalog import ROOT
 from exercises.names import all_exercises
 
-PAGE = (ROOT / "exercises" / "COURSE.md").read_text()
+PAGE = (ROOT / "docs" / "course.md").read_text()
 PLANS = re.split(r"^## ", PAGE, flags=re.M)[-3:]
 
 

@@ -1,0 +1,82 @@
+"""The README is short and leads everywhere, and pages list every RUN_MODE, notebook and exercise."""
+
+import re
+
+import pytest
+
+from exercises.catalog import EXERCISES
+from tests.run_modes import MODES, ROOT, SCRIPTS
+
+TOP = (ROOT / "README.md").read_text()
+LESSONS = sorted({script.partition("/")[0] for _, script, _ in MODES})
+MINUTES = dict(re.findall(r"\(([\w.]+\.ipynb)\) \| (\d+) \|", (ROOT / "notebooks/README.md").read_text()))
+
+
+def rows_of(text: str, folder: str = "") -> list[tuple[str, str, str]]:
+    """Return the RUN_MODE, script and description in each row of a table of lessons."""
+    rows = re.findall(r"^\| `(\w+)` \| \[([^]]+)\]\((?:\.\./)?\2\)[^|]* \| (.+) \|$", text, re.MULTILINE)
+    return [(mode, folder + script, what.replace("`", "")) for mode, script, what in rows]
+
+
+def test_the_readme_is_read_in_five_minutes_and_says_what_to_run_first_second_and_third():
+    assert len(TOP.splitlines()) <= 150 and len(TOP.split()) <= 1200
+    commands = [
+        line.split("#")[0].strip()
+        for block in re.findall(r"```bash\n(.*?)```", TOP, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert commands[:3] == ["make run", "make notebooks", "make exercises"]
+    assert len(commands) == 4 and "docker-compose up" in commands[3]
+
+
+def test_the_readme_leads_to_every_page():
+    pages = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
+    assert pages and set(pages) <= set(re.findall(r"\]\(([^)#]+)\)", TOP))
+
+
+def test_a_page_lists_the_lessons_of_entrypoint_in_its_words():
+    assert rows_of((ROOT / "docs" / "running.md").read_text()) == MODES
+
+
+@pytest.mark.parametrize("folder", [lesson for lesson in LESSONS if lesson != "comm"])
+def test_the_readme_of_a_folder_lists_its_lessons(folder: str):
+    listed = rows_of((ROOT / folder / "README.md").read_text(), f"{folder}/")
+    assert [row[:2] for row in listed] == [row[:2] for row in MODES if row[1].startswith(f"{folder}/")]
+
+
+def test_the_map_has_every_notebook_in_order():
+    notebooks = [f"notebooks/{book.name}" for book in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    assert re.findall(r"\[\d\d\]\((notebooks/.+?)\)", TOP) == notebooks
+
+
+def test_the_map_says_how_long_notebooks_and_exercises_take():
+    taught = dict.fromkeys(LESSONS, (0, 0))
+    for row in re.findall(r"^\| .*notebooks/.*$", TOP, re.MULTILINE):
+        books, minutes = re.findall(r"\(notebooks/(.+?)\)", row), re.findall(r": (\d+) minutes", row)
+        assert int(minutes[0]) == sum(int(MINUTES[book]) for book in books), row
+        for folder, number in re.findall(r"\((\w+)/README.md\) .*\| (\d+) exercises", row):
+            taught[folder] = int(number), int(minutes[1])
+    there = {lesson: [e.minutes for e in EXERCISES if e.file.parts[0] == lesson] for lesson in LESSONS}
+    assert taught == {lesson: (len(minutes), sum(minutes)) for lesson, minutes in there.items()}
+
+
+@pytest.mark.parametrize("folder", LESSONS)
+def test_the_story_of_a_folder_names_each_of_its_exercises(folder: str):
+    named = set(re.findall(r"`(\w+)`", (ROOT / folder / "README.md").read_text()))
+    assert {exercise.name for exercise in EXERCISES if exercise.file.parts[0] == folder} <= named
+
+
+def test_the_changelog_names_every_lesson():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert not {mode for mode in SCRIPTS if f"`{mode}`" not in changelog}
+
+
+def test_how_to_add_a_lesson_has_ten_steps_and_names_what_exists():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [str(n) for n in range(1, 11)]
+    targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"`make ([a-z ]+)`", page)
+    assert commands and {word for command in commands for word in command.split()} <= set(targets)
+    paths = [name for name in re.findall(r"`([\w./]+)`", page) if name.endswith(("/", ".sh"))]
+    assert paths and all((ROOT / path).exists() for path in paths)
+    assert {script.partition("/")[0] + "/" for script in SCRIPTS.values()} <= set(paths)
