@@ -1,4 +1,6 @@
-"""Measure alpha and beta of a group's all-reduce, from the times of a tiny one and a large one.
+"""Measure what a job's link and devices reach: alpha and beta of an all-reduce, and the FLOP/s of a matmul.
+
+The two numbers of an all-reduce come from the times of a tiny one and a large one.
 
 `measure_link` (comm.patterns) measures what the wire can do. This measures what an all-reduce gets out of
 the wire, with its Python, its copies and its arithmetic, on cores that all ranks share.
@@ -17,6 +19,7 @@ from lab.trace.stream_clock import time_when_done
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
 REPEATS = 5
 SECONDS = 1.5  # for all runs of a size; one run may take longer
+MATMUL_SECONDS = 0.1
 
 
 def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link:
@@ -52,3 +55,22 @@ def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link
     alphas = cost.seconds("all_reduce", model, 0, ranks, Link(1.0, 0.0))
     bytes_on_the_way = cost.seconds("all_reduce", model, size, ranks, Link(0.0, 1.0))
     return Link(tiny / alphas, max(large - tiny, 0.0) / bytes_on_the_way)
+
+
+def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Return the FLOP/s of all ranks together, while all multiply large matrices. All ranks must call it.
+
+    The share of it that a training reaches is its model FLOPs utilisation (MFU), with
+    `GPTConfig.flops_per_token`. Ranks that share cores share their FLOP/s, so they multiply at the same time.
+    """
+    size = 4096 if device.type == "cuda" else 512
+    matrix, flops = torch.ones(size, size, device=device, dtype=dtype), 0.0
+    matrix @ matrix  # the first one warms up
+    collectives.barrier()
+    start = now = time_when_done(device)
+    while now - start < MATMUL_SECONDS * 1e9:
+        for _ in range(4):
+            matrix @ matrix
+            flops += 2.0 * size**3
+        now = time_when_done(device)
+    return sum(exchange(flops / (now - start) * 1e9))

@@ -51,6 +51,19 @@ class GPTConfig:
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
+    @property
+    def flops_per_token(self) -> int:
+        """Return the floating-point operations of a token in a training step.
+
+        2 for each weight that it is multiplied with and 4 t d for the attention of a layer, and twice as many
+        in the backward: Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B. What is computed a
+        second time (recomputation) does not count, and no mask saves anything.
+        """
+        key_width = self.width // self.num_heads * self.kv_heads
+        layer = 2 * self.width * self.width + 2 * self.width * key_width + 8 * self.width * self.width
+        weights = self.num_layers * layer + self.vocab_size * self.width
+        return 6 * weights + 12 * self.num_layers * self.block_size * self.width
+
 
 SIZES = {
     "tiny": GPTConfig(block_size=32, num_layers=2, num_heads=4, width=32),

@@ -1,9 +1,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from hybrid_parallel.planner.shapes import flops_per_token, shape_of_config
 from lab.models.digits import load_digits
-from lab.models.model import GPT, MLP, BabyCNN, GPTConfig
+from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 
 TINY = GPTConfig.named("tiny")
 
@@ -33,6 +36,16 @@ def test_a_position_sees_nothing_that_comes_after_it(num_kv_heads):
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :8], after[:, :8], rtol=0, atol=1e-12)
     assert ((before - after).abs().amax(-1)[0, 8:] > 1e-9).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2, "tied": False}])
+def test_the_formula_of_operations_is_what_torch_counts(changes):
+    config = GPTConfig.named("tiny", **changes)
+    tokens = tokens_of(3, config.block_size)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss_of(GPT(config)(tokens), tokens).backward()
+    assert counter.get_total_flops() == tokens.numel() * config.flops_per_token
+    assert config.flops_per_token == flops_per_token(shape_of_config(config))
 
 
 @pytest.mark.parametrize(

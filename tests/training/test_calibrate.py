@@ -8,7 +8,7 @@ from comm.cost import Link
 from comm.wire import slow_link
 from lab.ranks import run_ranks
 from tests.comm.simulated_time import simulated_time
-from training.calibrate import TINY_BYTES, measure_all_reduce
+from training.calibrate import TINY_BYTES, measure_all_reduce, measure_flops
 
 
 @pytest.mark.parametrize("link", [Link(1e-4, 8e-6), Link(0.05, 1 / 12.5e6)])
@@ -23,3 +23,8 @@ def test_a_slow_link_is_measured_in_seconds_and_alike_on_all_ranks(link: Link):
     assert seconds < 4
     assert link.alpha <= found.alpha <= link.alpha + TINY_BYTES * link.beta  # the tiny tensor has some
     assert found.beta == pytest.approx(link.beta, rel=1e-4)
+
+
+def test_all_ranks_know_the_flops_of_all_together():
+    one, other = run_ranks(lambda cluster: measure_flops(cluster.device), 2)
+    assert one == other > 1e6
