@@ -14,9 +14,12 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.checker.explain import Explanation
+from exercises.checker.explain import name_of as words_of
 from exercises.checker.grade import PASSED, Grade, grade, report
 from exercises.checker.inspect_file import problem_of, shown
-from exercises.find_the_bug import Bug, bugs
+from exercises.checker.process import warm_up
+from exercises.find_the_bug import ORDER, Bug, bugs, lesson_of
 from exercises.names import exercise_named, typed
 from exercises.workspace import Progress, Workspace
 
@@ -97,23 +100,43 @@ def check(space: Workspace, options: argparse.Namespace) -> int:
     grades = []
     for exercise in exercises:
         begin = space.file if options.all else space.open
-        grades.append(grade(exercise, handed_in / exercise.file if handed_in else begin(exercise)))
+        file = handed_in / exercise.file if handed_in else begin(exercise)
+        grades.append(grade(exercise, file) if options.json else grade_aloud(exercise, file))
         if not handed_in:
             space.record(grades[-1])
-        if not options.json:
-            tell(grades[-1])
     if options.json:
         print(json.dumps(report(grades)))
     return max(g.exit_code for g in grades)
 
 
-def tell(grade: Grade) -> None:
-    colour = "green" if grade.state == PASSED else "red"
-    console.print(f"[{colour}]{grade.name}: {grade.state}[/]  {escape(grade.sentence)}")
-    if grade.drawing:
-        console.print(escape(textwrap.indent(grade.drawing, "    ")))
-    if grade.printed:
-        console.print(f"Your code printed:\n{escape(textwrap.indent(cut(grade.printed), '    '))}")
+def grade_aloud(exercise: Exercise, file: Path) -> Grade:
+    """Print what each test says as soon as it has ended, and then the grade."""
+    tested: list[Explanation | None] = []
+
+    def tell(test: str, found: Explanation | None) -> None:
+        tested.append(found)
+        verdict = "[red]wrong[/]" if found else "[green]right[/]"
+        console.print(f"{len(tested)} of {len(exercise.tests)} {verdict}: {escape(words_of(test))}")
+        if found and not any(tested[:-1]):
+            explain(found.sentence, found.drawing)
+
+    result = grade(exercise, file, tell)
+    colour = "green" if result.state == PASSED else "red"
+    is_new = result.sentence not in {one.sentence for one in tested if one}
+    told = result.sentence if is_new else f"{len(result.passed)} of {len(exercise.tests)} tests pass."
+    console.print(f"[{colour}]{result.name}: {result.state}[/]  {escape(told)}")
+    if is_new:
+        explain("", result.drawing)
+    if result.printed:
+        explain("Your code printed:", cut(result.printed))
+    return result
+
+
+def explain(sentence: str, drawing: str) -> None:
+    if sentence:
+        console.print(escape(sentence))
+    if drawing:
+        console.print(escape(textwrap.indent(drawing, "    ")))
 
 
 def cut(printed: str) -> str:
@@ -124,8 +147,9 @@ def cut(printed: str) -> str:
 
 
 def hint(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = chosen(space, options.name)
+    exercise = chosen(space, options.name or last_name(space))
     hints = space.hint(exercise)
+    console.print(f"[bold]{exercise.name}[/]: {exercise.title}")
     for number, text in enumerate(hints, start=1):
         console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
     if len(hints) == len(exercise.hints):
@@ -146,7 +170,7 @@ def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
     table.columns[0].no_wrap = True
     group = None
     for one in bugs():
-        if group != (group := f"{one.target.partition('.')[0]}, difficulty {one.difficulty} of 5"):
+        if group != (group := f"{ORDER[lesson_of(one)]}, difficulty {one.difficulty} of 5"):
             table.add_row("")
             table.add_row(f"[bold]{group}[/]", "", f"{one.minutes} minutes each")
         table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
@@ -177,7 +201,7 @@ def bug(space: Workspace, options: argparse.Namespace) -> int:
 
 
 def solution(space: Workspace, options: argparse.Namespace) -> int:
-    exercise = chosen(space, options.name)
+    exercise = chosen(space, options.name or last_name(space))
     text = space.solution(exercise)
     if text is None:
         console.print(f"{exercise.name} has not passed yet. Ask again to see the lesson's code all the same.")
@@ -200,15 +224,15 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
     exercise: Exercise | None = chosen(space, options.name)
     seen = None
     console.print(f"Watching {shown(space.open(exercise))}.")
+    warm_up(exercise)  # while the learner writes
     while exercise is not None:
         file = space.file(exercise)
         stamp = (file, file.stat().st_mtime_ns if file.exists() else None)
         if stamp != seen:
             seen = stamp
             console.print("Grading ...")
-            result = grade(exercise, file)
+            result = grade_aloud(exercise, file)
             space.record(result)
-            tell(result)
             if result.state == PASSED:
                 exercise = None if options.name else space.next_exercise()
                 if exercise is not None:
@@ -221,10 +245,21 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
     return 0
 
 
+def last_name(space: Workspace) -> str | None:
+    last = space.last()
+    return last.name if last else None
+
+
 def chosen(space: Workspace, name: str | None) -> Exercise:
-    """Return the exercise of that name; without a name, the next one or, after the last, the last."""
+    """Return the exercise of that name.
+
+    Without a name it is the one that was worked on last or, if that has passed, the next one. After the last
+    exercise it is the last.
+    """
     if name is None:
-        return space.next_exercise() or EXERCISES[-1]
+        last = space.last()
+        is_open = last is not None and not space.progress[last.name].has_passed
+        return last if last and is_open else space.next_exercise() or EXERCISES[-1]
     try:
         return exercise_named(name)
     except LookupError as error:
@@ -252,7 +287,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "reset":
             command.add_argument("name", help="The exercise's name.")
         elif name not in ("list", "bugs"):
-            command.add_argument("name", nargs="?", help="The exercise's name; without it, the next one.")
+            command.add_argument(
+                "name", nargs="?", help="The exercise's name; without it, the one you worked on last."
+            )
         if name in ("list", "check"):
             command.add_argument("--json", action="store_true", help="Print one line of JSON.")
         if name == "check":

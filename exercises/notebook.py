@@ -15,7 +15,7 @@ import cloudpickle
 
 from exercises.catalog import BY_NAME, Exercise, name_of
 from exercises.checker.grade import INVALID, Grade, judge
-from exercises.checker.plugin import PICKLE
+from exercises.checker.process import PICKLE
 from exercises.find_the_bug import Bug
 from exercises.names import all_exercises, exercise_named, typed
 

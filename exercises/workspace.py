@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from exercises.catalog import EXERCISES, Exercise
 from exercises.checker.grade import PASSED, Grade
 from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution
-from exercises.names import all_exercises
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -38,7 +38,7 @@ class Workspace:
     progress: dict[str, Progress] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.progress = {name: Progress() for name in all_exercises()} | self._read()
+        self.progress = defaultdict(Progress, self._read())
 
     @property
     def progress_file(self) -> Path:
@@ -53,6 +53,12 @@ class Workspace:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(generated(exercise), encoding="utf-8")
         return file
+
+    def last(self) -> Exercise | None:
+        """Return the exercise or bug whose file has been made or saved last, or None if there is no file."""
+        possible = [*EXERCISES, *(bugs() if (self.folder / "bugs").exists() else ())]
+        begun = [one for one in possible if self.file(one).exists()]
+        return max(begun, key=lambda one: self.file(one).stat().st_mtime_ns, default=None)
 
     def next_exercise(self) -> Exercise | None:
         """Return the first exercise that has not passed, or None after the last."""
@@ -117,7 +123,7 @@ class Workspace:
         """Return the progress on disk. A damaged file is set aside with a sentence."""
         try:
             entries = json.loads(self.progress_file.read_text(encoding="utf-8"))
-            return {name: Progress(**entry) for name, entry in entries.items() if name in all_exercises()}
+            return {name: Progress(**entry) for name, entry in entries.items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""List all exercises, in the order of the notebooks that teach them."""
+"""List all exercises: lesson by lesson, and in a lesson in the order of the notebooks that teach them."""
 
 from exercises.catalog import (
     comm,
@@ -22,9 +22,8 @@ LESSONS = (
     context_parallel,
     expert_parallel,
 )
-# Exercises of a notebook keep the order of LESSONS. So `sampler` comes first.
 EXERCISES: tuple[Exercise, ...] = tuple(
-    sorted((one for lesson in LESSONS for one in lesson.EXERCISES), key=lambda one: one.notebook)
+    one for lesson in LESSONS for one in sorted(lesson.EXERCISES, key=lambda one: one.notebook)
 )
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 

@@ -57,18 +57,16 @@ class Explanation(NamedTuple):
 
 
 def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation:
-    """Explain a failed test of the report that plugin.py has written."""
+    """Explain a failed test, from its message (run_tests.py)."""
     failure = test["failure"]
     text, trace = failure["text"], failure["trace"]
     for unwritten in (missing(exercise, target) for target in exercise.targets):
         if "NotImplementedError" in trace and unwritten in trace:
             return Explanation("unsolved", unwritten)
-    in_test, cause = (
-        f'In the test "{name_of(test["id"])}"',
-        f" {failure['cause']}" if failure["cause"] else "",
-    )
+    in_test = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold'
+    cause = f" {failure['cause']}" if failure["cause"] else ""
     if text.startswith(_HANGS):
-        sentence = f"{in_test} {_hang(own_code(file), text, cause)}"
+        sentence = f"{in_test}: {_hang(own_code(file), text, cause)}"
         return Explanation("hangs", sentence, failure["drawing"])
     rank = failure["rank"]
     if rank is not None and " failed:\n" not in text:

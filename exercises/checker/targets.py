@@ -4,7 +4,8 @@
     time                                        of this machine in this moment, so it is information only
 
 A target runs in the process of the tests, where the learner's function is in its place on every rank, after
-all tests have passed. An exercise names its target in the catalog (`beyond`).
+all tests have passed. An exercise names its target in the catalog (`beyond`). Each function imports what it
+measures: a rank would need a second to import all lessons.
 """
 
 import statistics
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from comm import collectives, cost
-from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
 from lab.models.model import MLP
 from lab.models.text import microbatches
@@ -26,13 +26,6 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from lab.trace.memory import live_bytes
 from lab.units import MIB, show_bytes
-from pipeline_parallel.analysis import theory
-from pipeline_parallel.analysis.simulate import Costs, simulate
-from pipeline_parallel.schedules import stages_per_rank, table_of
-from zero.memory import FORMULAS, Held, formula
-from zero.train_zero1 import ZeroOptimizer
-from zero.train_zero2 import ZeroGradientOptimizer
-from zero.train_zero3 import FullyShardedDataParallel
 
 RANKS, NUMEL = 4, 1_000_000
 
@@ -95,6 +88,8 @@ def _lower(text: str) -> str:
 
 def kept_activations() -> Outcome:
     """Compare what gradient accumulation keeps for its backwards with the activations of one microbatch."""
+    from data_parallel.train_naive_grad_accumulation import accumulate
+
     model = MLP([256, 256, 256, 10])
     parts = microbatches(torch.ones(32, 256), torch.zeros(32, dtype=torch.int64), 4)
     peaks = []
@@ -139,6 +134,8 @@ class _KeptTensor:
 
 def sent_and_held(stage: int) -> Outcome:
     """Compare the bytes that a step of ZeRO sends, and those that a rank holds then, with the formulas."""
+    from zero.memory import FORMULAS, Held, formula
+
     ranks = 2
     sent_bytes, held_bytes, full = (
         max(each) for each in zip(*run_ranks(_step_of, ranks, stage), strict=True)
@@ -158,6 +155,10 @@ def sent_and_held(stage: int) -> Outcome:
 
 def _step_of(cluster: Cluster, stage: int) -> tuple[int, int, int]:
     """Return the bytes that this rank sends in a step, those that it holds, and those of the parameters."""
+    from zero.train_zero1 import ZeroOptimizer
+    from zero.train_zero2 import ZeroGradientOptimizer
+    from zero.train_zero3 import FullyShardedDataParallel
+
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     full = sum(parameter.nbytes for parameter in module.parameters())
     before = live_bytes({})["other"] - full
@@ -182,6 +183,10 @@ def _step_of(cluster: Cluster, stage: int) -> tuple[int, int, int]:
 
 def idle_and_held(schedule: str) -> Outcome:
     """Compare a schedule's idle time, and the microbatches that a rank holds, with the formulas."""
+    from pipeline_parallel.analysis import theory
+    from pipeline_parallel.analysis.simulate import Costs, simulate
+    from pipeline_parallel.schedules import stages_per_rank, table_of
+
     ranks, count, chunks = 4, 8, 2
     stages = ranks * stages_per_rank(schedule, chunks)
     each = ranks / stages

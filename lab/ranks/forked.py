@@ -11,10 +11,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from lab.launch.errors import WorkbookError
+from lab.launch.main_module import main_module_hidden
 from lab.ranks.child import Job, rank_main
 
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)  # of the tags of ranks
@@ -39,7 +40,7 @@ def warm_up() -> None:
     # torch.cuda.is_available() would start CUDA in the forkserver, and what is forked after that has no GPU.
     # With this variable torch asks the driver's library (NVML), which starts nothing.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with _main_module_hidden():
+    with main_module_hidden():
         _context.set_forkserver_preload(_preload)
         ensure_running()
 
@@ -71,7 +72,7 @@ class Processes:
 
     def __init__(self, jobs: list[Job]) -> None:
         warm_up()
-        with _main_module_hidden():
+        with main_module_hidden():
             self.all = [ForkedProcess(job) for job in jobs]
         self._selector = selectors.DefaultSelector()
         for rank, one in enumerate(self.all):
@@ -134,18 +135,3 @@ class Processes:
             for end in (one.pipe, one.out, one.err):  # only now: a closed pipe says that the parent has died
                 end.close()
         self._selector.close()
-
-
-@contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank."""
-    main = sys.modules["__main__"]
-    saved: dict[str, Any] = {
-        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
-    }
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        del main.__spec__
-        main.__dict__.update(saved)

@@ -504,9 +504,9 @@ for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 #    <details><summary>Answer</summary>Ranks 0 and 1 do the even and the odd batches. Ranks 2 and 3 do the even and
 #    the odd ones without 0 and 1, so six batches are computed twice: a job that is busy on all ranks and does the
 #    work of two.</details>
-# 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, `sampler`, in which each rank chooses
-#    its share of the examples. Look at the file that it names, and at `make exercises ARGS=hint`. You can solve it after
-#    notebook 01. [exercises/README.md](../exercises/README.md) lists all commands.
+# 3. Run `make exercises` in a terminal. It shows the first exercise of the workbook, `send_and_receive`, in which
+#    all ranks of a ring send at once. Look at the file that it names, and at `make exercises ARGS=hint`. You can solve it after
+#    notebook 02. [exercises/README.md](../exercises/README.md) lists all commands.
 #
 # ## The lesson beside this notebook, and further reading
 #

@@ -1,9 +1,7 @@
 """Solve an exercise, and grade it in this process, whose ranks have imported everything before they start."""
 
-import importlib
-
 from exercises.catalog import Exercise
-from exercises.checker.plugin import short_hangs
+from exercises.checker.run_tests import error_of
 from exercises.generate import generated, solution
 
 
@@ -14,27 +12,8 @@ def solved(exercise: Exercise) -> str:
 
 
 def run_tests(exercise: Exercise, *tests: str) -> tuple[str, BaseException | None]:
-    """Run these tests of the exercise, or all, in this process. Return the last one and its error."""
+    """Run these tests of the exercise, or all, until one fails. Return the last one and its error."""
     for test in tests or exercise.tests:
-        file, _, name = test.partition(".py::")
-        name, _, parameter = name.partition("[")
-        function = getattr(importlib.import_module(file.replace("/", ".")), name)
-        arguments = arguments_of(function, parameter.rstrip("]"))
-        try:
-            with short_hangs():
-                function(**arguments)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
+        if (error := error_of(test)) is not None:
             return test, error
     return test, None
-
-
-def arguments_of(function, identity: str) -> dict[str, object]:
-    """Return the arguments of a test with one parameter, from its value as pytest writes it."""
-    if not identity:
-        return {}
-    (mark,) = function.pytestmark
-    values = list(mark.args[1])
-    names = map(str, mark.kwargs.get("ids", values))
-    return {mark.args[0]: dict(zip(names, values, strict=True))[identity]}

@@ -36,9 +36,8 @@ def test_it_is_described_completely(exercise):
     assert set(exercise.needs) <= set(earlier)
 
 
-def test_exercises_are_in_the_order_of_the_notebooks_and_no_two_have_one_name():
-    notebooks = [exercise.notebook for exercise in EXERCISES]
-    assert notebooks == sorted(notebooks) and EXERCISES[0].name == "sampler"
+def test_the_first_exercise_is_the_easiest_of_lesson_1_and_no_two_have_one_name():
+    assert (EXERCISES[0].name, EXERCISES[0].difficulty) == ("send_and_receive", 1)
     assert len(BY_NAME) == len({exercise.file for exercise in EXERCISES}) == len(EXERCISES) == 48
 
 

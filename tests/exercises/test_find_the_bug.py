@@ -11,7 +11,7 @@ import pytest
 from exercises import find_the_bug
 from exercises.catalog import EXERCISES
 from exercises.checker.grade import Grade, grade
-from exercises.checker.plugin import load
+from exercises.checker.run_tests import load
 from exercises.commands import main
 from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution

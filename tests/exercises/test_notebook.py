@@ -10,7 +10,7 @@ import exercises.notebook
 from exercises.catalog import BY_NAME, Exercise
 from exercises.checker.explain import explain
 from exercises.checker.grade import Grade
-from exercises.checker.plugin import load
+from exercises.checker.run_tests import load
 from exercises.notebook import check
 from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved

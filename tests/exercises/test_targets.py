@@ -3,7 +3,7 @@
 import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES
-from exercises.checker.plugin import load
+from exercises.checker.run_tests import load
 from exercises.checker.targets import TARGETS
 from lab.replace import apply
 from tests.exercises.in_process import solved

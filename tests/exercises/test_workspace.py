@@ -11,7 +11,7 @@ import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.checker.grade import Grade
-from exercises.commands import main
+from exercises.commands import chosen, main
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.workspace import Workspace
@@ -144,3 +144,12 @@ def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
         assert out.endswith("\nStopped watching.\n") and "Traceback" not in out + err
     finally:
         watching.kill()
+
+
+def test_without_a_name_hint_and_check_are_for_what_was_worked_on_last_and_say_so(space, capsys):
+    bug = bugs()[3]
+    assert main(["bug", bug.name], space) == 0 and main(["hint"], space) == 0
+    assert f"{bug.name}: " in capsys.readouterr().out
+    assert chosen(space, None) == bug
+    space.record(passed(bug.name))
+    assert chosen(space, None) == FIRST

@@ -15,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 from lab.launch.errors import WorkbookError
-from lab.notebook.prediction import Comparison, predict
+from lab.notebook.prediction import Prediction, predict
 from lab.trace.gantt import Event
 
 PROMPTLY = 2.0  # seconds within which an interrupt returns
@@ -153,21 +153,36 @@ def test_a_cells_timeline_is_drawn(shell, monkeypatch):
     assert run(shell, "%%ranks --timeline\nx = 1").startswith("Nothing was recorded")
 
 
+def predicted(*texts: str, monkeypatch, unit: str = "") -> Prediction:
+    answers = iter(texts)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    return predict("How large?", example=1.0, unit=unit)
+
+
 def test_a_prediction_is_asked_for_until_a_number_is_typed_and_stands_beside_the_result(capsys, monkeypatch):
-    texts = iter(("", "two", "1,024.5"))
-    monkeypatch.setattr("builtins.input", lambda prompt: next(texts))
-    guess = predict("How large?", example=1.0, unit="MB")
-    assert capsys.readouterr().out.splitlines() == [
-        "'' is not a number. Type one, such as 2 or 0.5.",
-        "'two' is not a number. Type one, such as 2 or 0.5.",
-    ]
-    assert repr(guess.compare(2049)) == (
-        "predicted  1024. MB\nmeasured   2049. MB       2 times the prediction"
+    guess = predicted("two", "1,024.5", monkeypatch=monkeypatch, unit="MB")
+    assert capsys.readouterr().out.startswith(
+        "'two' is not a number. Type one, such as 2, 0.5, 1/2 or 50%, or"
     )
-    assert "<td style='text-align:left'>2049. MB</td>" in guess.compare(2049)._repr_html_()
-    assert Comparison(2, 2, "").verdict == "exactly as predicted"
-    assert Comparison(100, 104, "").verdict == "as predicted, within 5 %"
-    assert Comparison(0, 5, "").verdict == "the prediction was 0"
+    assert repr(guess.compare(2049)) == "predicted  1024 MB\nmeasured   2049 MB        wrong"
+    assert "<td style='text-align:left'>2049 MB</td>" in guess.compare(2049)._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "text, right, wrong",
+    [
+        *(("50%", 0.5, 0.4), ("1/2", 0.52, 0.56), ("0.5", 0.5, 1), ("1-2", 1.99, 2.01), ("-3", -3, 3)),
+        *(("40-50 %", 0.45, 45), ("3 to 4 times", 3, 5), ("20", 20, 21)),
+    ],
+)
+def test_a_prediction_may_be_a_share_or_a_range_and_is_right_or_wrong(text, right, wrong, monkeypatch):
+    guess = predicted(text, monkeypatch=monkeypatch, unit="times")
+    assert (guess.compare(right).verdict, guess.compare(wrong).verdict) == ("right", "wrong")
+
+
+def test_enter_skips_a_prediction(monkeypatch):
+    shown = repr(predicted("", monkeypatch=monkeypatch).compare(3))
+    assert shown == "predicted\nmeasured   3              not predicted"
 
 
 def test_without_a_keyboard_the_example_is_taken_and_that_is_said(capsys, monkeypatch):
@@ -175,5 +190,5 @@ def test_without_a_keyboard_the_example_is_taken_and_that_is_said(capsys, monkey
         raise EOFError
 
     monkeypatch.setattr("builtins.input", closed)
-    assert predict("How many?", example=3, unit="times").value == 3
+    assert predict("How many?", example=3, unit="times").value == (3, 3)
     assert capsys.readouterr().out == "How many? 3 times (an example, because there is no keyboard)\n"

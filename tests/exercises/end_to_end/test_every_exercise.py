@@ -11,7 +11,7 @@ import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.catalog.exercise import LESSON_PACKAGES
-from exercises.checker.plugin import load
+from exercises.checker.run_tests import load
 from exercises.find_the_bug import bugs, implementation
 from exercises.generate import generated, missing
 from exercises.mutants import all_mutants

@@ -1,0 +1,75 @@
+"""Run an exercise's tests in a process that is forked from a warm one, with torch and the lesson.
+
+The warm process stays as long as the caller: `watch` waits for it once, and each later check begins at once.
+The tests' ranks are forked from it too. Nothing here imports torch, so a command starts quickly.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from exercises.catalog import ROOT, Exercise
+from lab.launch.main_module import main_module_hidden
+
+_context: Any = multiprocessing.get_context("forkserver")
+PICKLE = ".pickle"  # the file of functions that were defined in a notebook
+BUSY = 5  # on a busy machine, how many seconds of the clock a second of computing may take
+
+
+def warm_up(exercise: Exercise) -> None:
+    """Start the warm process, if there is none yet, with what this exercise needs."""
+    tests = dict.fromkeys(test.partition(".py::")[0].replace("/", ".") for test in exercise.tests)
+    modules = ["exercises.checker.run_tests", exercise.module, *tests]
+    if not exercise.module.startswith("comm."):
+        modules.append("torch._dynamo")  # which the first optimizer would import
+    with main_module_hidden():
+        _context.set_forkserver_preload(modules)
+        forkserver.ensure_running()
+
+
+class Tests:
+    """Start the tests of an exercise with the functions in `file`, and say what each has found."""
+
+    def __init__(self, exercise: Exercise, file: Path, seconds: float) -> None:
+        self.pipe, other = _context.Pipe(duplex=False)
+        self.deadline = time.monotonic() + BUSY * seconds
+        given = exercise, file.resolve(), other, seconds
+        warm_up(exercise)
+        with main_module_hidden():
+            self.process = _context.Process(target=_main, args=given, daemon=True)
+            self.process.start()
+        other.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what the tests' process sends, until it ends or the time is up."""
+        while self.pipe.poll(max(0.0, self.deadline - time.monotonic())):
+            try:
+                yield self.pipe.recv()
+            except EOFError:
+                return
+
+    def end(self) -> int | None:
+        """End the process; return its exit code, or None if it used up its time."""
+        self.process.join(0 if time.monotonic() >= self.deadline else 5)
+        code = self.process.exitcode
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        return None if code in (None, -signal.SIGXCPU) else code
+
+
+def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> None:
+    os.chdir(ROOT)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts ranks
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    # This process has been forked from the server, and its ranks are, too: it must not start another one.
+    server.ensure_running = forkserver.ensure_running = lambda: None
+    from exercises.checker.run_tests import run_tests
+
+    run_tests(exercise, file, pipe.send, seconds)
