@@ -4,12 +4,12 @@ import re
 
 import pytest
 
+from exercises import pages
 from exercises.catalog import EXERCISES
 from tests.run_modes import MODES, ROOT, SCRIPTS
 
 TOP = (ROOT / "README.md").read_text()
 LESSONS = sorted({script.partition("/")[0] for _, script, _ in MODES})
-MINUTES = dict(re.findall(r"\(([\w.]+\.ipynb)\) \| (\d+) \|", (ROOT / "notebooks/README.md").read_text()))
 
 
 def rows_of(text: str, folder: str = "") -> list[tuple[str, str, str]]:
@@ -30,8 +30,8 @@ def test_the_readme_is_read_in_five_minutes_and_says_what_to_run_first_second_an
 
 
 def test_the_readme_leads_to_every_page():
-    pages = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")]
-    assert pages and set(pages) <= set(re.findall(r"\]\(([^)#]+)\)", TOP))
+    there = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
+    assert there and there <= set(re.findall(r"\]\(([^)#]+)\)", TOP))
 
 
 def test_a_page_lists_the_lessons_of_entrypoint_in_its_words():
@@ -49,21 +49,30 @@ def test_the_map_has_every_notebook_in_order():
     assert re.findall(r"\[\d\d\]\((notebooks/.+?)\)", TOP) == notebooks
 
 
-def test_the_map_says_how_long_notebooks_and_exercises_take():
-    taught = dict.fromkeys(LESSONS, (0, 0))
-    for row in re.findall(r"^\| .*notebooks/.*$", TOP, re.MULTILINE):
-        books, minutes = re.findall(r"\(notebooks/(.+?)\)", row), re.findall(r": (\d+) minutes", row)
-        assert int(minutes[0]) == sum(int(MINUTES[book]) for book in books), row
-        for folder, number in re.findall(r"\((\w+)/README.md\) .*\| (\d+) exercises", row):
-            taught[folder] = int(number), int(minutes[1])
-    there = {lesson: [e.minutes for e in EXERCISES if e.file.parts[0] == lesson] for lesson in LESSONS}
-    assert taught == {lesson: (len(minutes), sum(minutes)) for lesson, minutes in there.items()}
+def test_what_comes_from_the_catalogue_is_up_to_date():
+    """The minutes of the map, the route of each lesson, and the plans of courses."""
+    old = [path for path, text in pages.pages().items() if path.read_text("utf-8") != text]
+    assert not old, "run `python -m exercises.pages`"
+
+
+def test_the_map_says_how_long_the_notebooks_and_the_exercises_of_a_lesson_take():
+    [row] = [line for line in TOP.splitlines() if "(data_parallel/README.md)" in line and "04" in line]
+    books = sum(minutes for book, (_, minutes) in pages.BOOKS.items() if book[:2] in ("04", "05"))
+    there = [exercise.minutes for exercise in EXERCISES if exercise.file.parts[0] == "data_parallel"]
+    assert f": {books} minutes | {len(there)} exercises: {sum(there)} minutes |" in row
 
 
 @pytest.mark.parametrize("folder", LESSONS)
-def test_the_story_of_a_folder_names_each_of_its_exercises(folder: str):
-    named = set(re.findall(r"`(\w+)`", (ROOT / folder / "README.md").read_text()))
-    assert {exercise.name for exercise in EXERCISES if exercise.file.parts[0] == folder} <= named
+def test_a_lesson_s_page_begins_with_its_route_and_leads_to_no_solution_before_its_exercise(folder: str):
+    page = (ROOT / folder / "README.md").read_text()
+    titles = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    assert titles[1:3] == ["The route", "What to run"]
+    sections = page.partition("\n## What to run\n")[2].partition("\n## ")[2]
+    there = {one.name: one for one in EXERCISES if one.file.parts[0] == folder}
+    for paragraph in re.finditer(r"\*\*Write\*\*(?:.+\n)+", sections):
+        for name in re.findall(r"`(\w+)`", paragraph[0]):
+            file = there[name].lesson.relative_to(ROOT / folder).as_posix()
+            assert f"]({file})" not in sections[: paragraph.end()], name
 
 
 def test_the_changelog_names_every_lesson():

@@ -1,0 +1,233 @@
+"""Write what the pages say of notebooks, exercises and bugs: numbers of the map, routes, plans of courses.
+
+    python -m exercises.pages
+
+README.md's map says which notebooks belong to which lesson; notebooks/README.md has their minutes.
+"""
+
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from exercises.catalog import EXERCISES, ROOT, Exercise
+from exercises.find_the_bug import Bug, bugs
+
+MAP, COURSE = ROOT / "README.md", ROOT / "docs" / "course.md"
+BOOKS = {  # 04_naive_data_parallel: ("04 Naive data parallel", 40)
+    file: (title, int(minutes))
+    for title, file, minutes in re.findall(
+        r"^\| \[(.+?)\]\((\w+)\.ipynb\) \| (\d+) \|", (ROOT / "notebooks/README.md").read_text("utf-8"), re.M
+    )
+}
+MINUTES_OF_A_BUG = 20
+ROW = re.compile(r"^\| .*\(notebooks/.*$", re.M)
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each of the pages should have."""
+    top, course = MAP.read_text("utf-8"), COURSE.read_text("utf-8")
+    texts = {MAP: ROW.sub(lambda row: with_numbers(row[0]), top)}
+    for row in ROW.findall(top):
+        if folder := lesson_of(row):
+            page = ROOT / folder / "README.md"
+            texts[page] = between_marks("route", route(folder, books_of(row)), page.read_text("utf-8"))
+    texts[COURSE] = between_marks("plans", "\n\n".join(map(plan, PLANS)), course)
+    return texts
+
+
+def between_marks(name: str, text: str, page: str) -> str:
+    """Return the page with this text between its marks of that name."""
+    pattern = re.compile(rf"(<!-- {name}: begin -->\n).*(<!-- {name}: end -->)", re.DOTALL)
+    changed, number = pattern.subn(lambda marks: f"{marks[1]}{text}\n{marks[2]}", page)
+    assert number == 1, f"the page must have the marks of `{name}` once"
+    return changed
+
+
+def lesson_of(row: str) -> str | None:
+    found = re.search(r"\((\w+)/README\.md\)", row)
+    return found and found[1]
+
+
+def books_of(row: str) -> list[str]:
+    return re.findall(r"\(notebooks/(\w+)\.ipynb\)", row)
+
+
+def exercises_of(folder: str) -> list[Exercise]:
+    return [each for each in EXERCISES if each.file.parts[0] == folder]
+
+
+def minutes_of(books: Iterable[str]) -> int:
+    return sum(BOOKS[book][1] for book in books)
+
+
+def with_numbers(row: str) -> str:
+    """Return a row of the map with the minutes of its notebooks, and number and minutes of its exercises."""
+    books = books_of(row)
+    row = re.sub(r"(\.ipynb\)): \d+ minutes", rf"\1: {minutes_of(books)} minutes", row)
+    there = exercises_of(lesson_of(row) or "")
+    said = f"{len(there)} exercises: {sum(each.minutes for each in there)} minutes"
+    return re.sub(r"\d+ exercises: \d+ minutes", said, row)
+
+
+def route(folder: str, books: list[str]) -> str:
+    """Return the four steps of a lesson."""
+    there = exercises_of(folder)
+    names = ", ".join(f"`{each.name}`" for each in there)
+    notebooks = ", ".join(f"[{BOOKS[book][0]}](../notebooks/{book}.ipynb)" for book in books)
+    files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
+    links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
+    bug = next(each for each in bugs() if each.module in {one.module for one in there})
+    steps = (
+        f"**Predict** ({minutes_of(books)} minutes). `make notebooks`, and there: {notebooks}.",
+        f"**Write** ({len(there)} exercises, {sum(each.minutes for each in there)} minutes). {names}. "
+        f"`make exercises ARGS='watch {there[0].name}'` makes the first file, and grades it on each save.",
+        f"**Read** what you have written, in its place: {links}. Do not open these files before you have "
+        "passed: they contain the solutions. The sections below lead through them.",
+        f"**Break** ({bug.minutes} minutes and more). Find the mistake in a wrong version of these files: "
+        f"`make exercises ARGS='bug {bug.name}'` makes the easiest one, and `make exercises ARGS=bugs` lists "
+        "all by their symptoms.",
+    )
+    return "\n".join(filled(f"{number}. {step}") for number, step in enumerate(steps, start=1))
+
+
+def filled(step: str) -> str:
+    """Return a step in lines of 120 characters, which do not break a command."""
+    joined = re.sub(r"`[^`]+`", lambda command: command[0].replace(" ", "\0"), step)
+    return textwrap.fill(joined, 120, subsequent_indent="   ", break_on_hyphens=False).replace("\0", " ")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A course: the most hours of a week, and for each week its title and the numbers of its notebooks.
+
+    A notebook that several weeks name is new in the first of them. Its exercises are divided among them.
+    """
+
+    title: str
+    text: str
+    hours: int
+    weeks: tuple[tuple[str, str], ...]
+
+
+PLANS = (
+    Plan(
+        "Four weeks",
+        "An intensive course, with at most {hours} hours a week at home.",
+        6,
+        (
+            ("Messages", "00 01 02 03"),
+            ("Data parallel", "04 05"),
+            ("Shards", "06 07"),
+            ("Pipelines, and all together", "08 09 10 11 12"),
+        ),
+    ),
+    Plan(
+        "Eight weeks",
+        "A course of one lecture and one session a week, with at most {hours} hours at home.",
+        4,
+        (
+            ("Ranks", "00 01"),
+            ("Collectives and their cost", "02 03"),
+            ("Replicas and overlap", "04 05"),
+            ("ZeRO", "06"),
+            ("Tensor parallel", "07"),
+            ("Pipelines", "08"),
+            ("All together, and when it breaks", "09 10"),
+            ("Long sequences and many experts", "11 12"),
+        ),
+    ),
+    Plan(
+        "Fourteen weeks",
+        "A term with all exercises, and at most {hours} hours a week. In weeks without a new notebook\n"
+        "students also read the papers that the lesson's files name.",
+        24 * 7,
+        (
+            ("Set-up", "00"),
+            ("Ranks and messages", "01"),
+            ("Collectives", "02"),
+            ("Cost", "03"),
+            ("Replicas", "04"),
+            ("Overlap and buckets", "05"),
+            ("Memory, ZeRO 1", "06"),
+            ("ZeRO 2 and 3", "06"),
+            ("Tensor parallel", "07"),
+            ("Pipelines", "08"),
+            ("Running a schedule", "08"),
+            ("All together, and when it breaks", "09 10"),
+            ("Long sequences", "11"),
+            ("Many experts", "12"),
+        ),
+    ),
+)
+
+
+def plan(course: Plan) -> str:
+    """Return a course's heading and its table of weeks."""
+    lines = ["| week | notebooks | exercises | bugs | minutes |", "|---|---|---|---|---:|"]
+    seen: list[str] = []  # the numbers of notebooks in all weeks so far
+    chosen: list[Exercise] = []
+    longest = 0
+    for week, (title, taught) in enumerate(course.weeks, start=1):
+        books = [book for book in BOOKS if book[:2] in taught.split()]
+        new = [book for book in books if book[:2] not in seen]
+        pool = [each for book in books for each in share(book, seen.count(book[:2]), course)]
+        left = course.hours * 60 - minutes_of(new) - sum(MINUTES_OF_A_BUG for _ in books)
+        written = those_that_fit(pool, left)
+        broken = list(bugs_for(books, written, chosen))
+        seen, chosen = [*seen, *taught.split()], [*chosen, *written, *broken]
+        cells = [f"{week} {title}", ", ".join(book[:2] for book in new)]
+        cells += [", ".join(f"`{each.name}`" for each in some) for some in (written, broken)]
+        minutes = minutes_of(new) + sum(each.minutes for each in (*written, *broken))
+        longest = max(longest, minutes)
+        lines.append(f"| {' | '.join([*cells, str(minutes)])} |")
+    text = course.text.format(hours=math.ceil(longest / 60))
+    return "\n".join([f"### {course.title}", "", text, "", *lines])
+
+
+def share(book: str, earlier: int, course: Plan) -> list[Exercise]:
+    """Return the exercises of a notebook for the week before which `earlier` weeks have named it."""
+    there = [each for each in EXERCISES if each.notebook == book]
+    weeks = sum(book[:2] in taught.split() for _, taught in course.weeks)
+    total, before, found = sum(each.minutes for each in there), 0, []
+    for each in there:
+        if int((before + each.minutes / 2) * weeks / total) == earlier:
+            found.append(each)
+        before += each.minutes
+    return found
+
+
+def those_that_fit(pool: list[Exercise], minutes: int) -> list[Exercise]:
+    """Return the easiest exercises that fit into so many minutes, each with what it needs of the pool."""
+    missing, taken, left = {each.name for each in pool}, [], minutes
+    while ready := [
+        each
+        for each in pool
+        if each.name in missing and each.minutes <= left and not missing.intersection(each.needs)
+    ]:
+        taken.append(min(ready, key=lambda each: each.difficulty))
+        missing.remove(taken[-1].name)
+        left -= taken[-1].minutes
+    return [each for each in pool if each in taken]
+
+
+def bugs_for(books: list[str], written: list[Exercise], before: list[Exercise]) -> Iterator[Bug]:
+    """Yield the easiest bug in a file of each notebook's exercises; for notebook 10, one in training/."""
+    for book in books:
+        files = {each.module for each in written if each.notebook == book}
+        for one in bugs():
+            is_about = one.module in files or (book[:2] == "10" and one.target.startswith("training."))
+            if is_about and one not in before:
+                yield one
+                break
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
