@@ -9,6 +9,7 @@ from pathlib import Path
 from lab.page import PLAYER, Page
 from lab.trace.gantt import COLORS, OTHER_COLORS, readable_on
 from pipeline_parallel.analysis import page as schedules
+from puzzles.puzzles import PUZZLES
 
 SITE = Path(__file__).resolve().parent
 
@@ -18,6 +19,7 @@ PAGES = {
     "site/all_reduce/page.html": "all_reduce.html",
     "site/calculator/page.html": "calculator.html",
     "site/context/page.html": "context.html",
+    "site/puzzles/page.html": "puzzles.html",
 }
 
 # The colours of up to 8 ranks: neighbours differ most.
@@ -37,11 +39,13 @@ CONTEXT = _page(
     *("cut.js", "times.js", "traffic.js", "page.js", "timeline.js", "moment.js", "tables.js"),
     shared=(PLAYER,),
 )
+PUZZLE_PAGE = _page("puzzles", "rules.js", "page.js", "chart.js")
 
 
 def lessons() -> set[str]:
     """Return the lessons' files to which the pages link."""
-    return set().union(*(page.lessons() for page in (schedules.PAGE, ALL_REDUCE, CALCULATOR, CONTEXT)))
+    pages = (schedules.PAGE, ALL_REDUCE, CALCULATOR, CONTEXT, PUZZLE_PAGE)
+    return set().union(*(page.lessons() for page in pages))
 
 
 def write_pages(folder: Path, root: str | None = None) -> None:
@@ -51,6 +55,7 @@ def write_pages(folder: Path, root: str | None = None) -> None:
     write_all_reduce(folder / "all_reduce.html", root)
     write_calculator(folder / "calculator.html", root)
     write_context(folder / "context.html", root)
+    write_puzzles(folder / "puzzles.html", root)
 
 
 def write_all_reduce(path: Path, root: str | None) -> None:
@@ -90,6 +95,24 @@ def write_context(path: Path, root: str | None) -> None:
         for rank, color in enumerate(RANKS)
     )
     CONTEXT.write(path, rules="".join(rules), root=root)
+
+
+def write_puzzles(path: Path, root: str | None) -> None:
+    """Write the page of puzzles."""
+    colors = {
+        "forward": "forward",
+        "backward": "backward",
+        "update": "optimizer",
+        "load": "data",
+        "send": "communication",
+        "gather": "compute",
+        "reduce": "weight",
+    }
+    rules = (
+        f".{kind} {{ --fill: {COLORS[name]}; --ink-on: {readable_on(COLORS[name])}; }}\n"
+        for kind, name in colors.items()
+    )
+    PUZZLE_PAGE.write(path, rules="".join(rules), data=PUZZLES, root=root)
 
 
 def _variables(colors: dict[str, str]) -> str:

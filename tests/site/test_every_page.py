@@ -13,6 +13,7 @@ FULL = {
     "all_reduce": "ranks=16&show=flat,tree,ring,recursive_doubling,halving_doubling",
     "calculator": "keepsAttention=true&recompute=stages&layers=10000&width=100000",
     "context": "ranks=8&cut=zigzag&mask=none&kvHeads=32",
+    "puzzles": "puzzle=sharded_stages&table=La AGw0 F0a|Lb",
 }
 
 
