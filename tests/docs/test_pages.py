@@ -1,6 +1,7 @@
 """The README is short and leads everywhere, and pages list every RUN_MODE, notebook and exercise."""
 
 import re
+import runpy
 
 import pytest
 
@@ -32,6 +33,13 @@ def test_the_readme_is_read_in_five_minutes_and_says_what_to_run_first_second_an
 def test_the_readme_leads_to_every_page():
     there = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")}
     assert there and there <= set(re.findall(r"\]\(([^)#]+)\)", TOP))
+
+
+def test_the_readme_s_picture_shows_the_messages_of_the_ring():
+    assert (
+        runpy.run_path(str(ROOT / "site" / "animation.py"))["svg"]()
+        == (ROOT / "docs/all_reduce.svg").read_text()
+    )
 
 
 def test_a_page_lists_the_lessons_of_entrypoint_in_its_words():
