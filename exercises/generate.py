@@ -10,7 +10,16 @@ from pathlib import Path
 
 from exercises.catalog import Exercise, name_of
 from exercises.find_the_bug import Bug, solution_of
-from exercises.lesson_source import LINE_LENGTH, definition, helpers, imports, lines_of
+from exercises.lesson_source import (
+    LINE_LENGTH,
+    Helper,
+    definition,
+    helpers,
+    imported,
+    imports,
+    lines_of,
+    part_of,
+)
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -19,10 +28,15 @@ def generated(exercise: Exercise) -> str:
     """Return the text of the exercise's file before the learner has written anything."""
     if isinstance(exercise, Bug):
         return exercise.own_file()
+    if exercise.stub:
+        stub = textwrap.dedent(exercise.stub).strip()
+        return f'"""{_introduction(exercise, imported(stub))}"""\n\n{stub}\n'
     functions = [definition(exercise, target) for target in exercise.targets]
     parts = [part for f in functions for part in (f.args, f.returns, *f.body) if part is not None]
     needed = imports(exercise, parts, own=map(name_of, exercise.targets))
-    head = f'"""{_introduction(exercise, functions)}"""' + (f"\n\n{needed}" if needed else "")
+    head = f'"""{_introduction(exercise, helpers(exercise, functions))}"""' + (
+        f"\n\n{needed}" if needed else ""
+    )
     return "\n\n\n".join([head, *(_stub(exercise, target) for target in exercise.targets)]) + "\n"
 
 
@@ -30,8 +44,8 @@ def solution(exercise: Exercise) -> str:
     """Return the lesson's own source of the functions."""
     if isinstance(exercise, Bug):
         return solution_of(exercise)
-    functions = [definition(exercise, target) for target in exercise.targets]
-    return "\n\n\n".join(lines_of(exercise.lesson, f.lineno, f.end_lineno) for f in functions) + "\n"
+    parts = [part_of(exercise, target) for target in exercise.targets]
+    return "\n\n\n".join(lines_of(exercise.lesson, p.lineno, p.end_lineno) for p in parts) + "\n"
 
 
 def missing(exercise: Exercise, target: str | None = None) -> str:
@@ -40,7 +54,7 @@ def missing(exercise: Exercise, target: str | None = None) -> str:
     return f"`{name}` is not written yet."
 
 
-def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
+def _introduction(exercise: Exercise, found: list[Helper]) -> str:
     *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
     what = f"{', '.join(names)} and {last}" if names else last
     lesson = exercise.lesson.relative_to(FOLDER.parent)
@@ -50,7 +64,10 @@ def _introduction(exercise: Exercise, functions: list[ast.FunctionDef]) -> str:
             f"Read notebooks/{exercise.notebook}.ipynb first. Do not open {lesson} yet: it has the solution."
         ),
     ]
-    if used := [*(helper.shown for helper in helpers(exercise, functions)), *exercise.helps]:
+    if exercise.stub:
+        text = "This is an open exercise: the checker looks only at what your code does, and not at how."
+        parts.append(_wrapped(text))
+    if used := [*(helper.shown for helper in found), *exercise.helps]:
         parts.append("You may use:\n\n" + textwrap.indent("\n".join(used), "    "))
     parts.append(f"Check it with `python -m exercises check {exercise.name}`.\n")
     return "\n\n".join(parts)

@@ -37,14 +37,19 @@ def tree_of(lesson: Path) -> ast.Module:
 
 def definition(exercise: Exercise, target: str) -> ast.FunctionDef:
     """Return the lesson's definition of one of the exercise's functions; it must not be changed."""
+    if not isinstance(place := part_of(exercise, target), ast.FunctionDef):
+        raise LookupError(f"{exercise.name}: {target} is not a function.")
+    return place
+
+
+def part_of(exercise: Exercise, target: str) -> ast.Module | ast.ClassDef | ast.FunctionDef:
+    """Return the lesson's definition of a function or class; it must not be changed."""
     place: ast.Module | ast.ClassDef | ast.FunctionDef = tree_of(exercise.lesson)
     for part in exercise.qualified(target).split("."):
         found = [n for n in place.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part]
         if not found:
             raise LookupError(f"{exercise.name}: {exercise.module} has no {part}.")
         place = found[-1]
-    if not isinstance(place, ast.FunctionDef):
-        raise LookupError(f"{exercise.name}: {target} is not a function.")
     return place
 
 
@@ -83,6 +88,17 @@ def helpers(exercise: Exercise, functions: list[ast.FunctionDef]) -> list[Helper
         definition = find(exercise.module, name)
         if definition is not None and (text := described(name, definition[1])):
             found.append(Helper(name, definition[0], text))
+    return found
+
+
+def imported(stub: str) -> list[Helper]:
+    """Return what an open exercise imports from the lessons."""
+    found = []
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in LESSON_PACKAGES:
+            for alias in node.names:
+                if (part := find(node.module or "", alias.name)) is not None:
+                    found.append(Helper(alias.name, part[0], described(alias.name, part[1])))
     return found
 
 

@@ -83,7 +83,7 @@ def _exercise_of(name: str) -> Exercise:
 
 def _problem_of(exercise: Exercise, functions: dict[str, Any]) -> str | None:
     for target, function in functions.items():
-        if isinstance(exercise, Bug):
+        if isinstance(exercise, Bug) or exercise.stub:
             continue  # a wrong implementation need not have the lesson's parameters
         if not callable(function):
             return f"There is no function `{name_of(target)}` in the notebook; {exercise.name} needs it, too."

@@ -6,6 +6,7 @@ from exercises.catalog import (
     data_parallel,
     expert_parallel,
     hybrid_parallel,
+    open,
     pipeline_parallel,
     tensor_parallel,
     zero,
@@ -22,8 +23,14 @@ LESSONS = (
     context_parallel,
     expert_parallel,
 )
+# Open exercises come last in their notebook.
 EXERCISES: tuple[Exercise, ...] = tuple(
-    one for lesson in LESSONS for one in sorted(lesson.EXERCISES, key=lambda one: one.notebook)
+    one
+    for lesson in LESSONS
+    for one in sorted(
+        lesson.EXERCISES + tuple(one for one in open.EXERCISES if one.folder == lesson.EXERCISES[0].folder),
+        key=lambda one: one.notebook,
+    )
 )
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 

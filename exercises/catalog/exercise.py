@@ -13,7 +13,7 @@ LESSON_PACKAGES = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """A function or method of a lesson that the learner writes, graded by the lesson's own tests.
+    """A function, method or class of a lesson that the learner writes, graded by the lesson's own tests.
 
     `target` is its dotted path, and `also` are the paths of others in the same file that make sense only
     together with it. `tests` are pytest's node ids. `difficulty` is 1 to 5, and `minutes` is a guess. `needs`
@@ -23,6 +23,9 @@ class Exercise:
 
     `notebook` is the notebook to read first. The exercise's file lists the functions and classes that the
     lesson's code uses (lesson_source.py), and `helps`: what it uses of objects and no docstring explains.
+
+    An open exercise has a `stub`, a specification and a signature, in place of the lesson's docstrings. Its
+    targets may be classes, and its tests look at nothing but behaviour (catalog/open.py).
     """
 
     name: str
@@ -39,6 +42,7 @@ class Exercise:
     docs: Mapping[str, str] = field(default_factory=dict)
     beyond: str | None = None
     helps: tuple[str, ...] = ()
+    stub: str = ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -75,7 +79,12 @@ class Exercise:
     @property
     def file(self) -> Path:
         """The learner's file, relative to the folder of exercises: comm/ring_all_gather.py."""
-        return Path(self.target.partition(".")[0], f"{self.name}.py")
+        return Path(self.folder, f"{self.name}.py")
+
+    @property
+    def folder(self) -> str:
+        """The lesson's folder, such as comm."""
+        return self.target.partition(".")[0]
 
 
 def name_of(target: str) -> str:

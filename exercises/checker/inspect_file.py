@@ -26,14 +26,17 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
         return "invalid", f"{shown(file)}{line} is not Python: {text}."
     if isinstance(exercise, Bug):
         return problem_of_bug(exercise, tree, shown(file))
-    written = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, ast.FunctionDef)}
+    kinds = (ast.FunctionDef, ast.ClassDef) if exercise.stub else ast.FunctionDef
+    written = {n.name: n for n in tree.body if isinstance(n, kinds)}
+    stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, kinds)}
     for target in exercise.targets:
         name = name_of(target)
         if name not in written:
-            return "invalid", f"{shown(file)} has no function `{name}`."
+            return "invalid", f"{shown(file)} has no {'class or ' * bool(exercise.stub)}function `{name}`."
         if _body(written[name]) == _body(stubs[name]):
             return "unsolved", missing(exercise, target)
+        if exercise.stub:
+            continue
         expected = definition(exercise, target)
         if _parameters(written[name]) != _parameters(expected):
             wanted, got = _signature(expected), _signature(written[name])
@@ -47,7 +50,7 @@ def shown(file: Path) -> str:
     return str(file) if path.startswith("..") else path
 
 
-def _body(function: ast.FunctionDef) -> list[str]:
+def _body(function: ast.FunctionDef | ast.ClassDef) -> list[str]:
     """Return the statements without the docstring."""
     skipped = 1 if ast.get_docstring(function) is not None else 0
     return [ast.dump(statement) for statement in function.body[skipped:]]

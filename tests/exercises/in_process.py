@@ -1,14 +1,18 @@
 """Solve an exercise, and grade it in this process, whose ranks have imported everything before they start."""
 
-from exercises.catalog import Exercise
+from exercises.catalog import Exercise, name_of
 from exercises.checker.run_tests import error_of
 from exercises.generate import generated, solution
+from exercises.lesson_source import imports, part_of
 
 
 def solved(exercise: Exercise) -> str:
     """Return the exercise's file with the lesson's own functions."""
-    imports, _, _ = generated(exercise).partition("\n\n\ndef ")
-    return f"{imports}\n\n\n{solution(exercise)}"
+    needed, _, _ = generated(exercise).partition("\n\n\ndef ")
+    if exercise.stub:
+        parts = [part_of(exercise, target) for target in exercise.targets]
+        needed = imports(exercise, parts, own=map(name_of, exercise.targets))
+    return f"{needed}\n\n\n{solution(exercise)}"
 
 
 def run_tests(exercise: Exercise, *tests: str) -> tuple[str, BaseException | None]:

@@ -1,0 +1,88 @@
+"""Grade pipelines by what they do: a schedule's bubble and memory, a step's gradients and messages."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from pipeline_parallel.analysis import theory
+from pipeline_parallel.analysis.simulate import Costs, simulate
+from pipeline_parallel.analysis.validate import validate
+from pipeline_parallel.balance import balanced_stages
+from pipeline_parallel.schedules import one_f_one_b
+from pipeline_parallel.train_afab import AllForwardAllBackward
+
+SIZES = ((1, 1), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9))  # stages, microbatches
+
+
+def test_a_1f1b_table_can_run():
+    for p, m in SIZES:
+        table = one_f_one_b(p, m)
+        validate(table)
+        done = sorted(action for row in table for action in row)
+        assert len(done) == 2 * p * m, (
+            f"{p} stages and {m} microbatches need {2 * p * m} actions, not {len(done)}"
+        )
+        for rank, row in enumerate(table):
+            assert {action.stage for action in row} == {rank}, (
+                f"rank {rank} has actions that are not of stage {rank}"
+            )
+
+
+def test_1f1b_idles_and_holds_no_more_than_the_formulas_say():
+    for p, m in SIZES:
+        run = simulate(one_f_one_b(p, m), Costs.equal(p, 1, 1, 1))
+        bubble = theory.bubble("1f1b", p, m, 1, 1, 1, 1) or 0.0
+        assert run.bubble < bubble + 1e-9, (
+            f"with {p} stages and {m} microbatches ranks idle {run.bubble:.1%} of a step, not {bubble:.1%}"
+        )
+        for rank, held in enumerate(run.peak_held):
+            most = min(m, p - rank)
+            assert held <= most, (
+                f"with {p} stages and {m} microbatches rank {rank} holds {held} microbatches, and not {most}"
+            )
+
+
+def step(cluster: Cluster, microbatches: int) -> None:
+    """Compare a step of a pipeline, with one layer on each rank, with one process."""
+    torch.manual_seed(0)
+    p, x = cluster.world_size, torch.randn(12, 5).double()
+    model = nn.Sequential(*(nn.Linear(5 + i, 6 + i) for i in range(p))).double()
+    loss = cross_entropy(model(x), y := torch.arange(12) % 3)
+    loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    stages = balanced_stages(model, p)
+    pipeline = AllForwardAllBackward(stages, microbatches, cross_entropy, x[: 12 // microbatches])
+    LEDGER.clear()
+    found = pipeline.step(x, y)
+    if cluster.rank == p - 1:
+        assert_same({"loss": found}, {"loss": loss.detach()})
+    own = {id(parameter) for parameter in stages[cluster.rank].parameters()}
+    got = {name: parameter.grad for name, parameter in model.named_parameters() if id(parameter) in own}
+    assert_same(got, {name: expected[name] for name in got}, what=f"gradient, {microbatches} microbatches,")
+
+
+def test_two_stages_have_the_gradients_of_one_process():
+    run_ranks(step, 2, 2)
+
+
+def test_four_stages_and_six_microbatches_have_the_gradients_of_one_process():
+    for p, m in ((1, 2), (4, 6), (3, 1)):
+        run_ranks(step, p, m)
+
+
+def test_each_activation_and_each_gradient_is_one_message():
+    def work(cluster: Cluster) -> None:
+        step(cluster, 4)
+        neighbours = (cluster.rank > 0) + (cluster.rank < cluster.world_size - 1)
+        sent = LEDGER.total().messages_sent
+        assert sent == 4 * neighbours, (
+            f"rank {cluster.rank} sent {sent} messages, and not one for each of 4 microbatches and "
+            f"{neighbours} neighbours = {4 * neighbours}"
+        )
+
+    run_ranks(work, 3)

@@ -1,0 +1,108 @@
+"""Grade ZeRO 1 and ZeRO 3 by what they do: the trained parameters, what a rank holds, and what it sends."""
+
+from dataclasses import astuple
+
+import torch
+from torch import Tensor, nn
+
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from lab.trace.memory import live_bytes
+from tests.data_parallel.equivalence import Odd, accumulate, examples, layers, mine, odd_loss
+from zero.memory import Held, formula
+from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero3 import FullyShardedDataParallel
+
+ADAM, OPTIONS = torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3}  # with a small eps, noise around 0 decides
+
+
+class Zero1:
+    def __init__(self, module: nn.Module) -> None:
+        self.model = module
+        self.syncing = self.optimizer = ZeroOptimizer(module.parameters(), ADAM, **OPTIONS)
+
+    def state(self) -> dict[str, Tensor]:
+        return parameters(self.model)
+
+
+class Zero3:
+    def __init__(self, module: nn.Module) -> None:
+        self.syncing = self.model = FullyShardedDataParallel(module)
+        self.optimizer = ADAM(self.model.parameters(), **OPTIONS)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.model.full_state_dict()
+
+
+def compare(cluster: Cluster, kind: type, is_odd: bool) -> None:
+    """Compare the parameters after each of three steps with those of one process."""
+    make, batch = (Odd, examples(cluster.world_size)) if is_odd else (layers, (torch.ones(6, 3), None))
+    if not is_odd:
+        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double()
+        batch = (x, torch.arange(6) % 3)
+    alone, module = make(0), make(cluster.rank)
+    for buffer in module.buffers():
+        buffer.fill_(1.0)  # as rank 0's is
+    ours, theirs = kind(module), ADAM(alone.parameters(), **OPTIONS)
+    for step, microbatches in enumerate((1, 2, 1) if is_odd else (1, 1, 1)):
+        for optimizer in (theirs, ours.optimizer):
+            optimizer.zero_grad()
+        odd_loss(alone, *batch).backward()
+        for parameter in alone.parameters():  # ZeRO gives zeros to an unused one
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        accumulate(ours.model, odd_loss, mine(cluster, batch), microbatches, ours.syncing)
+        for optimizer in (theirs, ours.optimizer):
+            optimizer.step()
+        got, expected = ours.state(), parameters(alone)
+        assert_same({name: got.get(name) for name in expected}, expected, 1e-8, f"parameter, step {step},")
+
+
+def costs(cluster: Cluster, kind: type, stage: int, most_sent: float) -> None:
+    """Compare what a rank holds after a step, and sends in one, with the formulas."""
+    n, module = cluster.world_size, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    full = sum(parameter.nbytes for parameter in module.parameters())
+    before = live_bytes({})["other"] - full
+    ours = kind(module)
+    for _ in range(2):
+        LEDGER.clear()
+        ours.optimizer.zero_grad()
+        ours.model(torch.ones(2, 64)).sum().backward()
+        ours.syncing.finish_gradient_sync()
+        ours.optimizer.step()
+    sent = sum(row.bytes_sent for entry, row in LEDGER.rows().items() if entry.pattern != "header") / full
+    held = (live_bytes({})["other"] - before) / full
+    least = sum(astuple(formula(stage, Held(1.0, 1.0, 2.0), n)))
+    assert held <= 1.02 * least, (
+        f"between steps a rank of {n} holds {held:.2f} times the parameters' bytes, and not {least:.2f}"
+    )
+    assert sent <= 1.02 * most_sent * (n - 1) / n, (
+        f"in a step a rank of {n} sends {sent:.2f} times the parameters' bytes, and not "
+        f"{most_sent:g} (n-1)/n = {most_sent * (n - 1) / n:.2f}"
+    )
+
+
+def test_zero_1_trains_as_one_process():
+    run_ranks(compare, 2, Zero1, False)
+
+
+def test_zero_1_trains_odd_models_with_microbatches_on_three_ranks():
+    run_ranks(compare, 3, Zero1, True)
+
+
+def test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce():
+    run_ranks(costs, 2, Zero1, 1, 2.0)
+
+
+def test_zero_3_trains_as_one_process():
+    run_ranks(compare, 2, Zero3, False)
+
+
+def test_zero_3_trains_odd_models_with_microbatches_on_three_ranks():
+    run_ranks(compare, 3, Zero3, True)
+
+
+def test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters():
+    run_ranks(costs, 2, Zero3, 3, 3.0)
