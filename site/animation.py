@@ -61,7 +61,7 @@ def chunks_of(tensor: torch.Tensor) -> Chunks:
 
 
 def run() -> tuple[list[list[tuple[Chunks, int]]], list[Chunks]]:
-    """Return what each rank holds before each step, and the chunk that leaves; then what it has at the end."""
+    """Return what each rank holds before each step, and the chunk that leaves; then what it ends with."""
     links: list[queue.Queue] = [queue.Queue() for _ in range(RANKS)]
     wires = [Wire(rank, torch.full((RANKS,), 2.0**rank), links) for rank in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as threads:
