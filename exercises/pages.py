@@ -75,22 +75,28 @@ def with_numbers(row: str) -> str:
 def route(folder: str, books: list[str]) -> str:
     """Return the four steps of a lesson."""
     there = exercises_of(folder)
-    names = ", ".join(f"`{each.name}`" for each in there)
+    minutes = sum(each.minutes for each in there)
+    names = names_of(each for each in there if not each.stub)
+    if opened := names_of(each for each in there if each.stub):
+        names += f"; and from a specification alone {opened}"
     notebooks = ", ".join(f"[{BOOKS[book][0]}](../notebooks/{book}.ipynb)" for book in books)
     files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
     links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
     bug = next(each for each in bugs() if each.module in {one.module for one in there})
     steps = (
-        f"**Predict** ({minutes_of(books)} minutes). `make notebooks`, and there: {notebooks}.",
-        f"**Write** ({len(there)} exercises, {sum(each.minutes for each in there)} minutes). {names}. "
-        f"`make exercises ARGS='watch {there[0].name}'` makes the first file, and grades it on each save.",
-        f"**Read** what you have written, in its place: {links}. Do not open these files before you have "
-        "passed: they contain the solutions. The sections below lead through them.",
-        f"**Break** ({bug.minutes} minutes and more). Find the mistake in a wrong version of these files: "
-        f"`make exercises ARGS='bug {bug.name}'` makes the easiest one, and `make exercises ARGS=bugs` lists "
-        "all by their symptoms.",
+        f"**Predict**, {minutes_of(books)} minutes: `make notebooks`, and open {notebooks}.",
+        f"**Write**, {minutes} minutes: `make exercises ARGS='watch {there[0].name}'` makes the first file, "
+        f"and grades it on each save. The {len(there)} exercises: {names}.",
+        f"**Read** what you have written, in its place: {links}. Do not open these files before: they "
+        "contain the solutions. The sections below lead through them.",
+        f"**Break**, {bug.minutes} minutes and more: `make exercises ARGS='bug {bug.name}'` makes a wrong "
+        "version of one of these files, in which you find the mistake. `make exercises ARGS=bugs` lists all.",
     )
     return "\n".join(filled(f"{number}. {step}") for number, step in enumerate(steps, start=1))
+
+
+def names_of(exercises: Iterable[Exercise]) -> str:
+    return ", ".join(f"`{each.name}`" for each in exercises)
 
 
 def filled(step: str) -> str:
@@ -179,7 +185,7 @@ def plan(course: Plan) -> str:
         broken = list(bugs_for(books, written, chosen))
         seen, chosen = [*seen, *taught.split()], [*chosen, *written, *broken]
         cells = [f"{week} {title}", ", ".join(book[:2] for book in new)]
-        cells += [", ".join(f"`{each.name}`" for each in some) for some in (written, broken)]
+        cells += [names_of(written), names_of(broken)]
         minutes = minutes_of(new) + sum(each.minutes for each in (*written, *broken))
         longest = max(longest, minutes)
         lines.append(f"| {' | '.join([*cells, str(minutes)])} |")
