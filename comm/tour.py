@@ -1,17 +1,18 @@
-"""Show each collective in every pattern: what it does, what it sends and how long it takes.
+"""Show each collective: what it does, what it sends and how long it takes.
 
     RUN_MODE=comm docker-compose up --build          make run RUN_MODE=comm WORLD_SIZE=4
 
 For each operation a table shows what the ranks hold before and after it, in a tiny tensor. Then a large
-tensor shows the cost of each pattern: bytes and messages counted as they leave, and the measured time beside
-the time that is predicted from this link's alpha and beta (comm/cost.py). If each rank has a network
-interface of its own, as in a container, the column "on eth0" shows how many bytes left through it. This also
-includes torch's own collectives, whose messages we cannot count. On nccl there are only these.
+tensor shows its cost: bytes and messages counted as they leave, and the measured time beside the time that
+is predicted from the link's alpha and beta (comm/cost.py). One row is for the pattern with the shortest
+predicted time; --all measures every pattern, and torch's own collectives, whose messages we cannot count.
+On nccl there are only these.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
-bus. Their link is measured while all send, so a pattern in which few do is faster than predicted. And LINK,
-the rate of each container's network (see docs/running.md), slows down what a container sends, not what it
-receives. So many ranks that send to one root are faster than predicted.
+bus, so there the link is simulated, unless --link says otherwise. LINK, the rate of each container's
+network (docs/running.md), slows down what a container sends, not what it receives: many ranks that send to one root are then
+faster than predicted. If each rank has a network interface of its own, as in a container, the column
+"on eth0" shows how many bytes left through it.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from comm.point_to_point import validate_message
 from comm.same_start import check_same_start
 from comm.script import start
 from comm.shards import shard_sizes
+from comm.wire import slow_link
 from comm.wire.wire import message_device
 from lab import units
 from lab.cluster import Cluster
@@ -44,18 +46,24 @@ from lab.trace.stream_clock import time_when_done
 
 Tensors = dict[str, torch.Tensor]
 MAX_REPEATS = 1000
+SIMULATED = "200mbit,1ms"
 
 
 @dataclasses.dataclass
 class Args:
     """Run every collective in every pattern, and compare bytes and time with their formulas."""
 
-    mb: float = 4.0
+    mb: float = 1.0
     """Size of the large tensor in MiB: all shards together."""
     repeats: int = 5
     """Number of timed runs of each operation, of which the median is shown; a slow operation has fewer."""
+    all: bool = False
+    """Measure every pattern of every operation, and torch's own, not only the fastest by formula."""
+    link: str | None = None
+    """Speed of the link that is simulated: a rate, or a rate and the delay of a message, or none for the link
+    as it is. None: 200mbit,1ms if all ranks run on this machine."""
     json: bool = False
-    """Print all figures as one line of JSON at the end, on stdout; everything else goes to stderr."""
+    """Print the figures of --all as one line of JSON at the end, on stdout; the rest goes to stderr."""
 
 
 ARGUMENTS = {  # of each operation; if it is not listed, the full tensor
@@ -146,48 +154,90 @@ def own_interface_bytes() -> int | None:
     return interface_bytes_sent() if alone else None
 
 
+def link_to_simulate(cluster: Cluster, link: str | None) -> slow_link.Link | None:
+    """Return the link that --link names, or None for the real one. Raise WorkbookError for another text."""
+    if link is None:
+        is_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == cluster.world_size
+        link = SIMULATED if is_one_machine and dist.get_backend() != "nccl" else "none"
+    return None if link == "none" else slow_link.parse(link)
+
+
 def main(cluster: Cluster, args: Args) -> None:
     validate_message(args.mb)
     if not 1 <= args.repeats <= MAX_REPEATS:
         raise WorkbookError(f"--repeats {args.repeats}: choose a number from 1 to {MAX_REPEATS}.")
-    check_same_start(torch.empty(0), {"--mb": args.mb, "--repeats": args.repeats})
+    measures_all = args.all or args.json
+    options = {"--mb": args.mb, "--repeats": args.repeats, "--all": measures_all, "--link": args.link}
+    check_same_start(torch.empty(0), options)
+    simulated = link_to_simulate(cluster, args.link)
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     for op in c.PATTERNS:
         show(cluster, op, console)
-    link = measure_link()
-    if cluster.is_main:
-        rate = f"{units.show_seconds(link.beta)} a byte ({units.show_rate(link.beta)})"
-        console.print(f"\nThis link: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
-    size = f"{args.mb:g} MiB ({units.show_bytes(args.mb * (1 << 20))})"
-    table = Table("op", "pattern", title=f"{size} on {cluster.world_size} ranks")
-    for column in ("rank 0 sent", "messages", "on eth0", "predicted", "measured"):
-        table.add_column(column, justify="right")
+    slow_link.use(simulated)
+    link = measure_link() if simulated is None else simulated
+    n, num_bytes = cluster.world_size, int(args.mb * (1 << 20))
     rows = []
     for op in c.PATTERNS:
-        for pattern in patterns_of(op):
-            row = measure(cluster, op, pattern, args, link)
-            rows.append(row)
-            table.add_row(
-                op,
-                pattern,
-                _shown(units.show_bytes, row["bytes_sent"]) + ("*" if row["by_formula"] else ""),
-                str(row["messages_sent"]),
-                _shown(units.show_bytes, row["interface_bytes"]),
-                _shown(units.show_seconds, row["predicted_seconds"]),
-                _shown(units.show_seconds, row["seconds"]),
-            )
-    num_bytes, chosen = int(args.mb * (1 << 20)), [op for op in c.PATTERNS if len(patterns_of(op)) > 2]
-    choices = {op: (c.pattern_for(op, "auto", num_bytes), cost.reason(op, num_bytes)) for op in chosen}
-    if cluster.is_main:
-        console.print(table)
+        patterns = patterns_of(op)
+        if not measures_all:
+            ours = [pattern for pattern in patterns if pattern != "torch"] or ["torch"]
+            patterns = (min(ours, key=lambda name: cost.seconds(op, name, num_bytes, n, link)),)
+        rows += [measure(cluster, op, pattern, args, link) for pattern in patterns]
+    if not cluster.is_main:
+        return
+    kind = "This link is simulated" if simulated is not None else "This link is as it is here"
+    rate = f"{units.show_seconds(link.beta)} a byte ({units.show_rate(link.beta)})"
+    console.print(f"\n{kind}: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
+    console.print(table_of(rows, f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks", n))
+    if any(row["by_formula"] for row in rows):
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
-        for op, (pattern, why) in choices.items():
-            console.print(f'pattern="auto" takes {pattern} for {op}: {why}.')
-        if dist.get_backend() == "nccl":
-            console.print("Our patterns need gloo: BACKEND=gloo shows them beside torch's.")
-    if cluster.is_main and args.json:
+    for sentence in conclusion(cluster, rows, args):
+        console.print(sentence, soft_wrap=True)
+    if args.json:
         figures = {"alpha_seconds": link.alpha, "beta_seconds_per_byte": link.beta, "rows": rows}
-        print(json.dumps({"run_mode": "comm", "world_size": cluster.world_size, **figures}), flush=True)
+        print(json.dumps({"run_mode": "comm", "world_size": n, **figures}), flush=True)
+
+
+def table_of(rows: list[dict], title: str, world_size: int) -> Table:
+    """Return the table of what each operation costs, without the headers that comm adds to each."""
+    header = cost.header_traffic(world_size)
+    has_interface = any(row["interface_bytes"] is not None for row in rows)
+    table = Table("op", "pattern", title=title)
+    for column in (
+        "rank 0 sent",
+        "messages",
+        *(["on eth0"] if has_interface else []),
+        "predicted",
+        "measured",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        ours = not row["by_formula"]
+        sent = units.show_bytes(row["bytes_sent"] - header.bytes_sent * ours) + "*" * (not ours)
+        cells = [row["op"], row["pattern"], sent, str(row["messages_sent"] - header.messages_sent * ours)]
+        cells += [_shown(units.show_bytes, row["interface_bytes"])] if has_interface else []
+        times = (_shown(units.show_seconds, row[name]) for name in ("predicted_seconds", "seconds"))
+        table.add_row(*cells, *times)
+    return table
+
+
+def conclusion(cluster: Cluster, rows: list[dict], args: Args) -> list[str]:
+    """Return what the table means, and what to run next."""
+    header, said = cost.header_traffic(cluster.world_size), []
+    if header.messages_sent and dist.get_backend() != "nccl":
+        sent = f"{header.messages_sent} messages, {units.show_bytes(header.bytes_sent)}"
+        said.append(
+            f"Before each operation ranks check in a header ({sent}; not counted here) that all call it."
+        )
+    if times := [row["seconds"] / row["predicted_seconds"] for row in rows if row["predicted_seconds"]]:
+        middle = statistics.median(abs(ratio - 1) for ratio in times)
+        said.append(f"Half of the measured times are within {middle:.0%} of the predicted ones.")
+    if dist.get_backend() == "nccl":
+        return [*said, "Our patterns need gloo: BACKEND=gloo shows them beside torch's."]
+    return [
+        *said,
+        "--all shows the other patterns." if not args.all else "RUN_MODE=point_to_point measures the link.",
+    ]
 
 
 def _shown(show: Callable[[float], str], value: float | None) -> str:

@@ -33,6 +33,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.digits import load_digits
 from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
+from training import report
 from training.arguments import given
 from training.report import replica_digests
 from training.validate import validate_numbers
@@ -53,6 +54,8 @@ class Args:
     seed: int = 0
     """Number from which the initial weights and the order of the images are drawn; equal seeds give equal
     runs."""
+    verbose: bool = False
+    """Print all rows of the report (docs/report.md), not only the most important ones."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
@@ -111,7 +114,8 @@ def main(cluster: Cluster, args: Args) -> None:
     if cluster.is_main:
         Console(stderr=args.json).print(table)
     replicas_equal = len(set(replica_digests(cluster, model))) == 1
-    meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal)
+    figures = meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal)
+    report.show(cluster, figures, args.json, args.verbose)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,10 @@ class TrainArgs:
     allow_nonfinite: bool = False
     """Train on where the loss or a gradient is inf or NaN, instead of ending with a sentence."""
     trace: str | None = None
-    """Folder for two pictures of the run: trace.json (for https://ui.perfetto.dev) and timeline.png."""
+    """Folder for two pictures of the run, named after RUN_MODE and time: a .json for https://ui.perfetto.dev,
+    and a .png."""
+    verbose: bool = False
+    """Print all rows of the report (docs/report.md), not only the most important ones."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
@@ -124,6 +127,6 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
 
 
 def given(args: Any) -> dict[str, Any]:
-    """Return the options, by name, that must be equal on all ranks; --json may differ."""
+    """Return the options, by name, that must be equal on all ranks; how a run is shown may differ."""
     values = dataclasses.asdict(args).items()
-    return {f"--{name.replace('_', '-')}": value for name, value in values if name != "json"}
+    return {f"--{name.replace('_', '-')}": value for name, value in values if name not in ("json", "verbose")}

@@ -1,22 +1,29 @@
-"""Make the report's figures out of recorded spans and counted messages, and compare the ranks' replicas.
+"""Make the report's figures out of recorded spans and counted messages, and print them.
 
 hidden_share     the share of the communication time in which the rank also computed
 blocking_share   the share of the communication time in which the main thread itself communicated: an
                  operation that blocks, as naive data parallel's and a row layer's forward, cannot be hidden
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from comm.exchange import exchange
 from comm.transport.streams import transports_of
+from lab import units
 from lab.check import module_digest, state_digest
 from lab.cluster import Cluster
 from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
 from lab.trace.overlap import overlap_of
+from training import conclusion
 
 
 def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]:
@@ -50,3 +57,39 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
     if not hasattr(module, "full_state_dict"):
         return exchange(module_digest(module))
     return exchange(state_digest(module.full_state_dict()))  # type: ignore[operator]
+
+
+def show(cluster: Cluster, figures: dict[str, Any], as_json: bool = False, verbose: bool = False) -> None:
+    """Print a run's report on rank 0: ten rows at most and what they mean, or with `verbose` all figures.
+
+    With `as_json` print the figures as one line of JSON on stdout, and the report on stderr.
+    """
+    if not cluster.is_main:
+        return
+    console = Console(stderr=as_json)
+    every_row = [(name, _readable(name, value)) for name, value in figures.items() if value is not None]
+    title = f"{figures['run_mode']}, {cluster.world_size} ranks, {figures['steps']} steps"
+    table = Table(show_header=False, title=None if verbose else title, title_justify="left")
+    for name, value in every_row if verbose else conclusion.rows(figures):
+        table.add_row(name, Text(value))
+    console.print(table)
+    for sentence in conclusion.sentences(figures):
+        console.print(Text(sentence), soft_wrap=True)
+    if as_json:
+        print(json.dumps(figures, allow_nan=False, default=str), flush=True)
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(_readable(name, item) for item in value)
+    if name.endswith("_seconds_per_byte"):
+        return f"{units.show_seconds(value)} ({units.show_rate(value)})"
+    if name.endswith("_seconds"):
+        return units.show_seconds(value)
+    if "bytes" in name:
+        return units.show_bytes(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if type(value) is int else str(value)

@@ -26,6 +26,7 @@ together; a plain module needs none of them.
 
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -55,6 +56,7 @@ from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
+from training import report
 from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce
 from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
@@ -395,6 +397,7 @@ class Run:
             replica_digest=digests[cluster.rank][:16],
             **own_rows,
         )
+        report.show(cluster, summary, args.json, args.verbose)
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
             self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
@@ -405,12 +408,11 @@ class Run:
         """Write the files of --trace, from this rank's events of some steps."""
         title = f"{self._run_mode}, {self._cluster.world_size} ranks"
         everyones = gather_events(events)
-        paths = Path(folder, "trace.json"), Path(folder, "timeline.png")
+        name = f"{self._run_mode}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        paths = Path(folder, f"{name}.json"), Path(folder, f"{name}.png")
 
         def write() -> None:
-            parts = [
-                path.with_name(f".{path.name}") for path in paths
-            ]  # a full disk must not leave a cut file
+            parts = [path.with_name(f".{path.name}") for path in paths]  # a full disk must leave no cut file
             try:
                 timeline.write_chrome_trace(parts[0], everyones)
                 draw(everyones, parts[1], title)

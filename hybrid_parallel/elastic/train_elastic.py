@@ -51,7 +51,8 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
-from training.arguments import Size
+from training import report
+from training.arguments import Size, given
 from training.data import TrainingData
 from training.report import replica_digests
 
@@ -129,6 +130,8 @@ class ElasticArgs(ElasticOptions):
     """Learning rate: the factor of the optimizer's update, a number without unit."""
     seed: int = 0
     """Number from which the initial weights and the batches are drawn."""
+    verbose: bool = False
+    """Print all rows of the report (docs/report.md), not only the most important ones."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
@@ -136,7 +139,7 @@ class ElasticArgs(ElasticOptions):
 def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     config = GPTConfig.named(args.size)
     data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
-    check_same_start(data.everything, dataclasses.asdict(args) | {"json": ""})
+    check_same_start(data.everything, given(args))
     deaths = Deaths(args.kill, cluster.world_size)
     survivors = Survivors(cluster, args.patience)
     model = GPT(config, seed=args.seed + cluster.rank)
@@ -154,7 +157,8 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
             if replica.steps == args.steps:
                 digests = replica_digests(survivors.cluster, replica.model)
                 same, names = len(set(digests)) == 1, survivors.names
-                meter.finish(survivors=names, replicas_equal=same, replica_digest=digests[0][:16])
+                figures = meter.finish(survivors=names, replicas_equal=same, replica_digest=digests[0][:16])
+                report.show(survivors.cluster, figures, args.json, args.verbose)
                 refuse_unequal(digests)
                 return replica
             deaths.die_if_due(survivors.name, replica.steps)

@@ -1,15 +1,14 @@
-"""Measure the speed, memory and traffic of a training run, and print progress lines and then a report.
+"""Measure the speed, memory and traffic of a training run, and print progress lines.
 
     meter = Meter(cluster, "data_parallel_naive", steps=50, tokens_per_step=global_tokens, as_json=args.json)
     for step in range(50):
         with meter.step() as record:
             record.loss = forward_backward_and_update(step)
-    meter.finish(replicas_equal=True)
+    summary = meter.finish(replicas_equal=True)      # training/report.py prints it
 
 All ranks measure, and rank 0 prints. Only what happens inside `with meter.step()` belongs to a step.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -22,11 +21,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from lab import units
 from lab.cluster import Cluster
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.stream_clock import time_when_done
@@ -96,7 +93,7 @@ class Meter:
             self._console.print(Text(f"{self._run_mode}  {text}", style="cyan"), soft_wrap=True)
 
     def finish(self, **extras: Any) -> dict[str, Any]:
-        """Print the summary on rank 0 and return this rank's on every rank; NaN and infinity become None.
+        """Return this rank's summary; NaN and infinity become None.
 
         Traffic between steps is left out. `peak_memory_bytes` is the peak between the meter's creation and
         the end of the last step: of the process's memory on the CPU, of its tensors on a GPU.
@@ -114,16 +111,7 @@ class Meter:
             "bytes_sent": sent.bytes_sent,
             "messages_sent": sent.messages_sent,
         }
-        summary = {key: _plain(value) for key, value in (summary | extras).items()}
-        if self._cluster.is_main:
-            table = Table(show_header=False)
-            for name, value in summary.items():
-                if value is not None:
-                    table.add_row(name, Text(_readable(name, value)))
-            self._console.print(table)
-            if self._as_json:
-                print(json.dumps(summary, allow_nan=False, default=str), flush=True)
-        return summary
+        return {key: _plain(value) for key, value in (summary | extras).items()}
 
     def _timed(self) -> list[float]:
         seconds = [(end_ns - start_ns) / 1e9 for start_ns, end_ns in self.windows]
@@ -145,22 +133,6 @@ class Meter:
         words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
         self.note(f"step {done}/{self._steps}  {words}")
         self._printed_at = time.perf_counter()
-
-
-def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return ", ".join(_readable(name, item) for item in value)
-    if name.endswith("_seconds_per_byte"):
-        return f"{units.show_seconds(value)} ({units.show_rate(value)})"
-    if name.endswith("_seconds"):
-        return units.show_seconds(value)
-    if "bytes" in name:
-        return units.show_bytes(value)
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _plain(value: Any) -> Any:

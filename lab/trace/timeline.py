@@ -144,5 +144,19 @@ def write_chrome_trace(path: str | Path, events: Iterable[Event]) -> Path:
     return Path(path)
 
 
+def read_chrome_trace(path: str | Path) -> list[Event]:
+    """Return the events of a file that `write_chrome_trace` has written; their times start at the first."""
+    rows = json.loads(Path(path).read_text("utf-8"))["traceEvents"]
+    names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    return [
+        Event(
+            row["name"], row["cat"], round(row["ts"] * 1000), round(row["dur"] * 1000), names[row["tid"]],
+            row["args"], row["pid"] - 1,
+        )
+        for row in rows
+        if row["ph"] == "X"
+    ]  # fmt: skip
+
+
 def _label(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}

@@ -12,13 +12,13 @@ take time, or ranks that share a core. `compared.png` has the measured step abov
 `schedules.html` plays it beside all schedules (page.py).
 """
 
-import json
 from pathlib import Path
 
 import tyro
 
 from lab.trace.gantt import Event, draw_panels
 from lab.trace.makespan import makespan, steps_of
+from lab.trace.timeline import read_chrome_trace
 from lab.units import show_seconds
 from pipeline_parallel.actions import Table, num_microbatches, placement
 from pipeline_parallel.analysis import theory
@@ -34,31 +34,22 @@ def name_of(table: Table) -> str | None:
 
 
 def steps_of_trace(path: Path) -> list[list[Event]]:
-    """Return the actions of each step of a `trace.json`, the fastest first; times are those of the trace."""
-    rows = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    ranks = {row["pid"]: int(row["args"]["name"].split()[1]) for row in rows if row["name"] == "process_name"}
-    actions = [
-        Event(
-            row["name"], row["cat"], round(row["ts"] * 1000), round(row["dur"] * 1000), args=row["args"],
-            rank=ranks[row["pid"]],
-        )
-        for row in rows
-        if "action" in row["args"]
-    ]  # fmt: skip
-    return sorted(steps_of(actions), key=makespan)
+    """Return the actions of each step of a trace, the fastest first; times are those of the trace."""
+    return sorted(steps_of(e for e in read_chrome_trace(path) if "action" in e.args), key=makespan)
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
     """Compare a run of a pipeline with its simulation and with the formula.
 
     Args:
-        folder: Folder of the trace: the run's --trace.
+        folder: Folder of the trace: the run's --trace. The newest trace in it is taken.
     """
-    if not (folder / "trace.json").is_file():
-        raise SystemExit(f"{folder} has no trace.json: give the folder that the run's --trace named.")
-    steps = steps_of_trace(folder / "trace.json")
+    traces = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    if not traces:
+        raise SystemExit(f"{folder} has no trace: give the folder that the run's --trace named.")
+    steps = steps_of_trace(traces[-1])
     if not steps:
-        raise SystemExit(f"{folder / 'trace.json'} has no actions of a pipeline.")
+        raise SystemExit(f"{traces[-1]} has no actions of a pipeline.")
     step = steps[(len(steps) - 1) // 2]
     run = Simulation.measured(step)
     name, ranks, stages = name_of(run.table), len(run.table), len(placement(run.table))

@@ -1,0 +1,237 @@
+"""Say in at most ten rows and two sentences what a run has shown, and what to run next.
+
+The rows come from the report's figures (docs/report.md); a row appears only if the run has its figures.
+"""
+
+from typing import Any
+
+from lab import units
+from lab.launch.threads import own_cores
+
+Figures = dict[str, Any]
+
+NEXT = {
+    "train": "RUN_MODE=data_parallel_naive keeps the replicas equal.",
+    "data_parallel_naive": "RUN_MODE=data_parallel_overlap hides communication behind the backward.",
+    "data_parallel_naive_grad_accumulation": "With ARGS='--grad-acc-steps 4' a step sends as many bytes.",
+    "data_parallel_overlap": "RUN_MODE=data_parallel_bucket_overlap sends fewer and larger messages.",
+    "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws this on a slow network.",
+    "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
+    "zero1": "RUN_MODE=zero2 also divides the gradients.",
+    "zero2": "RUN_MODE=zero3 also divides the parameters.",
+    "zero3": "RUN_MODE=fsdp is PyTorch's own.",
+    "fsdp": "RUN_MODE=zero3 is the same idea in one file.",
+    "tensor_parallel": "RUN_MODE=sequence_parallel also divides what lies between the layers.",
+    "sequence_parallel": "RUN_MODE=tensor_parallel sends the same bytes and keeps more activations.",
+    "tensor_parallel_native": "RUN_MODE=tensor_parallel is the same idea with our own layers.",
+    "pipeline_model_parallel": "RUN_MODE=pipeline_afab lets the ranks work at the same time.",
+    "pipeline_afab": "RUN_MODE=pipeline_1f1b has the same bubble and keeps fewer activations.",
+    "pipeline_1f1b": "RUN_MODE=pipeline_interleaved has a smaller bubble.",
+    "pipeline_interleaved": "RUN_MODE=pipeline_zero_bubble fills the bubble with weight gradients.",
+    "pipeline_zero_bubble": "ARGS='--schedule zb_v' has a still smaller bubble.",
+    "pipeline_native": "RUN_MODE=pipeline_1f1b is the same idea with our own executor.",
+    "context_ring": "RUN_MODE=context_all_to_all sends the heads instead of keys and values.",
+    "context_all_to_all": "RUN_MODE=context_ring works with more ranks than heads.",
+    "expert_parallel": "ARGS='--balance bias' balances the experts without a loss.",
+    "hybrid": "With WORLD_SIZE=8 there are two replicas, too.",
+    "hybrid_elastic": "RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.",
+    "hybrid_elastic_mesh": "RUN_MODE=hybrid trains on a mesh without deaths.",
+}
+"""What to run after each RUN_MODE."""
+
+
+def rows(figures: Figures) -> list[tuple[str, str]]:
+    """Return a short report: at most ten pairs of a name and a value."""
+    found = {name: value for name, value in figures.items() if value is not None}
+    named = [(name, value(found)) for name, value in ROWS.items()]
+    return [(name, value) for name, value in named if value]
+
+
+def sentences(figures: Figures) -> list[str]:
+    """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
+    found = {name: value for name, value in figures.items() if value is not None}
+    meaning = next((text for rule in MEANINGS if (text := rule(found))), None)
+    return [text for text in (meaning, NEXT.get(figures["run_mode"])) if text]
+
+
+def _loss(f: Figures) -> str | None:
+    if "first_loss" not in f or "last_loss" not in f:
+        return None
+    held_out = f"; {f['validation_loss']:.3f} on held-out data" if "validation_loss" in f else ""
+    return f"{f['first_loss']:.3f} in the first step, {f['last_loss']:.3f} in the last{held_out}"
+
+
+def _step(f: Figures) -> str | None:
+    if "step_seconds" not in f:
+        return None
+    predicted = f.get("predicted_step_seconds")
+    by_formula = f" (predicted {units.show_seconds(predicted)})" if predicted else ""
+    return (
+        f"{units.show_seconds(f['step_seconds'])}{by_formula}, {f['tokens_per_second']:,.0f} tokens a second"
+    )
+
+
+def _computing(f: Figures) -> str | None:
+    if not f.get("compute_seconds"):
+        return None
+    return f"{units.show_seconds(f['compute_seconds'])} of the step"
+
+
+def _communication(f: Figures) -> str | None:
+    if not f.get("communication_seconds"):
+        return None
+    shares = f"{f['hidden_share']:.0%} of it hidden, {f['blocking_share']:.0%} blocking"
+    return f"{units.show_seconds(f['communication_seconds'])} of the step: {shares}"
+
+
+def _sent(f: Figures) -> str | None:
+    if not f.get("bytes_sent"):
+        return None
+    sent = f"{units.show_bytes(f['bytes_sent'])} in {f['messages_sent']:,} messages"
+    if not f.get("bytes_formula"):
+        return sent
+    return sent + _checked(f, ("bytes_sent", "messages_sent"), ("bytes_formula", "messages_formula"))
+
+
+def _checked(f: Figures, counted: tuple[str, ...], formulas: tuple[str, ...]) -> str:
+    """Say whether what was counted equals the formula."""
+    values = [f.get(name) for name in formulas]
+    if [f[name] for name in counted] == values:
+        return ", as the formula says"
+    return f"; the formula says {' and '.join(format(value, ',') for value in values)}"
+
+
+def _memory(f: Figures) -> str | None:
+    return units.show_bytes(f["peak_memory_bytes"]) if "peak_memory_bytes" in f else None
+
+
+def _state(f: Figures) -> str | None:
+    if "formula_parameters_bytes" not in f:
+        return None
+    names = ("parameters_bytes", "gradients_bytes", "optimizer_state_bytes")
+    parts = ", ".join(
+        f"{units.show_bytes(f[name])} of {name.removesuffix('_bytes').replace('_', ' ')}" for name in names
+    )
+    return parts + _checked(f, names, tuple(f"formula_{name}" for name in names))
+
+
+def _bubble(f: Figures) -> str | None:
+    if "bubble" not in f:
+        return None
+    took = units.show_seconds(f["makespan_seconds"])
+    return f"{f['bubble']:.0%} of {took}; by formula {f['bubble_formula']:.0%}"
+
+
+def _kept(f: Figures) -> str | None:
+    if "activations_bytes" not in f:
+        return None
+    kept = f["activations_bytes"]
+    of_each = kept if isinstance(kept, list) else [kept]
+    held = f.get("microbatches_held")
+    of_microbatches = f" (of {', '.join(map(str, held))} microbatches)" if held else ""
+    return ", ".join(map(units.show_bytes, of_each)) + of_microbatches
+
+
+def _of_a_block(f: Figures) -> str | None:
+    if "block_bytes" not in f:
+        return None
+    return units.show_bytes(f["block_bytes"]) + _checked(f, ("block_bytes",), ("block_bytes_formula",))
+
+
+def _experts(f: Figures) -> str | None:
+    if "imbalance" not in f:
+        return None
+    most = f"the busiest one got {f['imbalance']:.2f} times its share"
+    return f"{most}; {f['dropped_tokens']:,} tokens were dropped"
+
+
+def _sent_along(f: Figures) -> dict[str, int]:
+    """Return the bytes that rank 0 has sent along each axis of a mesh."""
+    names = [name for name in f if name.startswith("axis_") and name.endswith("_bytes_sent")]
+    return {name.removeprefix("axis_").removesuffix("_bytes_sent"): f[name][0] for name in names}
+
+
+def _axes(f: Figures) -> str | None:
+    parts = (f"{axis} {units.show_bytes(sent)}" for axis, sent in _sent_along(f).items())
+    return "rank 0 sent " + ", ".join(parts) if _sent_along(f) else None
+
+
+def _drift(f: Figures) -> str | None:
+    return ", ".join(f"{value:.3f}" for value in f["drift"]) if "drift" in f else None
+
+
+def _accuracy(f: Figures) -> str | None:
+    return ", ".join(f"{value:.3f}" for value in f["accuracy"]) if "accuracy" in f else None
+
+
+def _replicas(f: Figures) -> str | None:
+    if f["world_size"] == 1 or "replicas_equal" not in f:
+        return None
+    return "bitwise equal on all ranks" if f["replicas_equal"] else "differ"
+
+
+ROWS = {
+    "loss": _loss,
+    "step": _step,
+    "computing": _computing,
+    "communication": _communication,
+    "a rank sent": _sent,
+    "peak memory": _memory,
+    "a rank keeps": _state,
+    "activations": _kept,
+    "bubble": _bubble,
+    "a block sends": _of_a_block,
+    "experts": _experts,
+    "axes": _axes,
+    "drift": _drift,
+    "accuracy": _accuracy,
+    "replicas": _replicas,
+}
+"""Each row's name, and the function that returns its value, or None where the run has no such figures."""
+
+
+def _one_rank(f: Figures) -> str | None:
+    return "One rank sends nothing: start more with WORLD_SIZE=2." if f["world_size"] == 1 else None
+
+
+def _drifted(f: Figures) -> str | None:
+    return "Each rank has trained a model of its own, and none is better for it." if "drift" in f else None
+
+
+def _idle(f: Figures) -> str | None:
+    if "bubble" not in f:
+        return None
+    idle = f"The ranks were idle for {f['bubble']:.0%} of the step"
+    cores = len(own_cores())
+    if "metronome" not in f and f["world_size"] > cores:
+        shared = f"{f['world_size']} ranks share {cores} cores"
+        return f"{idle}, but {shared}: ARGS='--metronome 20ms' shows the schedule alone."
+    return f"{idle}; by formula {f['bubble_formula']:.0%}, which more --microbatches make smaller."
+
+
+def _where_time_goes(f: Figures) -> str | None:
+    if not f.get("communication_seconds"):
+        return None
+    took = units.show_seconds(f["communication_seconds"])
+    share = f["communication_seconds"] / f["step_seconds"]
+    if f["blocking_share"] > 0.99:
+        whole = f"All of the {took} of communication, {share:.0%} of the step, blocks"
+        return f"{whole}: the rank computes nothing meanwhile."
+    hidden, seen = f["hidden_share"], f["communication_seconds"] * (1 - f["hidden_share"])
+    return (
+        f"{hidden:.0%} of the {took} of communication is hidden behind computing; the other "
+        f"{units.show_seconds(seen)} make the step longer."
+    )
+
+
+def _busiest_axis(f: Figures) -> str | None:
+    sent = _sent_along(f)
+    if len(sent) < 2 or not sum(sent.values()):
+        return None
+    most = max(sent, key=lambda axis: sent[axis])
+    share = f"{sent[most] / sum(sent.values()):.0%} of what rank 0 sent"
+    return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
+
+
+MEANINGS = (_one_rank, _drifted, _idle, _busiest_axis, _where_time_goes)
+"""What a run means: the first of these that has something to say."""
