@@ -3,6 +3,7 @@
 PYTHON   ?= python3
 RUN_MODE ?= data_parallel_naive
 WORLD_SIZE ?= 2
+MODES ?= data_parallel_naive data_parallel_overlap data_parallel_bucket_overlap
 ARGS ?=
 
 # This is an extra index in which pip finds a torch without gigabytes of CUDA. `auto` means PyTorch's CPU index,
@@ -15,7 +16,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 KFD ?= /dev/kfd
 
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
-$(foreach name,PYTHON RUN_MODE WORLD_SIZE ARGS FROM TO TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
+$(foreach name,PYTHON RUN_MODE WORLD_SIZE MODES ARGS FROM TO TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
 # Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,6 +43,12 @@ diff: export FROM := $(FROM)
 diff: export TO := $(TO)
 diff: $(READY) ## show what a step changes in the code: make diff FROM=naive TO=overlap
 	@$(PY) -m lab.what_changed "$$FROM" "$$TO"
+
+compare: export MODES := $(MODES)
+compare: export WORLD_SIZE := $(WORLD_SIZE)
+compare: export ARGS := $(ARGS)
+compare: $(READY) ## run several modes, and show them beside each other: make compare MODES='zero1 zero3' (CONTAINERS=1)
+	@exec $(PY) -m training.compare
 
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)

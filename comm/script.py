@@ -20,6 +20,7 @@ from comm.wire.wire import is_lost_connection
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.launcher import run_in_a_child
+from lab.launch.usage import print_help_if_asked
 
 Arguments = TypeVar("Arguments")
 
@@ -43,6 +44,8 @@ def start(
     `read(words, cluster)` reads the command line in place of `command_line`. With `in_a_child` torchrun does
     not notice if the rank is killed (lab/launch/launcher.py).
     """
+    if print_help_if_asked(sys.argv[1:], arguments, f"python {sys.argv[0]}"):
+        return
     if in_a_child:
         run_in_a_child()
     with joined() as cluster:

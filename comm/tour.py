@@ -10,9 +10,9 @@ On nccl there are only these.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
 bus, so there the link is simulated, unless --link says otherwise. LINK, the rate of each container's
-network (docs/running.md), slows down what a container sends, not what it receives: many ranks that send to one root are then
-faster than predicted. If each rank has a network interface of its own, as in a container, the column
-"on eth0" shows how many bytes left through it.
+network (docs/running.md), slows down what a container sends, not what it receives: many ranks that send to
+one root are then faster than predicted. If each rank has a network interface of its own, as in a container,
+the column "on eth0" shows how many bytes left through it.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ SIMULATED = "200mbit,1ms"
 
 @dataclasses.dataclass
 class Args:
-    """Run every collective in every pattern, and compare bytes and time with their formulas."""
+    """Run every collective, and compare bytes and time with their formulas."""
 
     mb: float = 1.0
     """Size of the large tensor in MiB: all shards together."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from expert_parallel.config import MoEConfig, refuse_choice
 from hybrid_parallel.sizes import Attention, ParallelSizes, Precision, Schedule, Zero
@@ -16,6 +16,11 @@ Pattern = Literal["ring", "tree", "auto", "torch"]
 @dataclasses.dataclass
 class HybridArgs(ClipArgs, TrainArgs):
     """Train a small model with several kinds of parallelism together, on one mesh of ranks."""
+
+    in_sight: ClassVar[set[str]] = {
+        *("config", "pipeline", "tensor", "zero", "microbatches", "steps", "batch_size", "size", "link"),
+        *("trace", "verbose", "json"),
+    }
 
     config: str | None = None
     """YAML file with the run's configuration, such as configs/config.yaml. The other options then change its

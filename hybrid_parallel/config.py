@@ -1,6 +1,6 @@
 """Read a run's configuration: a YAML file, and `--key value` of a command line, which overrides the file.
 
-    model: small                    a GPT's size, or mlp (lab/models/model.py)
+    model: transformer              the default GPT, a GPT's size such as small, or mlp (lab/models/model.py)
     batch_size: 8                   examples per device: a step has batch_size x data
     num_gpus: 8                     number of processes, on GPUs or not
     pipeline_parallelism: True      True | False | number of stages
@@ -45,7 +45,7 @@ FIELDS |= {"communication_pattern": "pattern"}
 OPTIONS = {name: hint for name, hint in get_type_hints(HybridArgs).items() if hint is not type(None)}
 del OPTIONS["config"]
 KEYS: dict[str, Any] = {
-    "model": Literal[Size, "gpt", "mlp"],
+    "model": Literal["transformer", Size, "gpt", "mlp"],
     "batch_size": int,
     "num_gpus": int,
     "pipeline_parallelism": bool | int,
@@ -136,7 +136,7 @@ def _with_numbers(options: Mapping[str, Any], number: int) -> dict[str, Any]:
 def read_command_line(words: Sequence[str], world_size: int, choose: Choose | None = None) -> HybridArgs:
     """Return the arguments of train_hybrid.py. Raise WorkbookError if too many or too few processes run."""
     path, overrides = split_config(words)
-    if path is None or "--help" in words or "-h" in words:
+    if path is None:
         return command_line(HybridArgs)
     config = load(path, overrides, choose)
     if config.num_processes != world_size:
@@ -169,7 +169,7 @@ class Entry:
     @property
     def field(self) -> str:
         """Return the name of the option that the entry sets."""
-        is_kind = self.key == "model" and self.text in ("gpt", "mlp")
+        is_kind = self.key == "model" and self.text in ("transformer", "gpt", "mlp")
         return "model" if is_kind else FIELDS.get(self.key, self.key)
 
     @property
@@ -180,7 +180,8 @@ class Entry:
             help_ = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(KEYS)}."
             raise WorkbookError(f"{self.place}: there is no key {self.key[:40]!r}; {help_}")
         try:
-            return read_value(self.text, kinds_of(KEYS[self.key]))
+            value = read_value(self.text, kinds_of(KEYS[self.key]))
+            return "gpt" if value == "transformer" else value
         except (ValueError, yaml.YAMLError):
             shown = repr(self.text[:40]) if self.text else "empty"
             what = f"{self.key} is {shown}; it must be {allowed(KEYS[self.key])}."

@@ -25,6 +25,7 @@ import dataclasses
 import itertools
 import math
 from functools import partial
+from typing import ClassVar
 
 from torch.distributed import DistError
 
@@ -41,6 +42,8 @@ from lab.launch.errors import WorkbookError
 @dataclasses.dataclass
 class ElasticMeshArgs(ElasticOptions, HybridArgs):
     """Train a small model on a mesh, and go on with the survivors, on another mesh, when ranks die."""
+
+    in_sight: ClassVar[set[str]] = HybridArgs.in_sight - {"config"} | {"kill"}
 
 
 def main(cluster: Cluster, args: ElasticMeshArgs) -> None:

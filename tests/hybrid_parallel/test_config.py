@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from comm.script import Usage
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.config import Config, load, main, read_command_line
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
@@ -133,9 +132,6 @@ def test_the_training_reads_a_file_or_options_alone(read, monkeypatch):
         read_command_line(words, 2)
     monkeypatch.setattr("sys.argv", ["train_hybrid.py", "--tensor", "2", "--batch-size", "6"])
     assert read_command_line(sys.argv[1:], 4) == HybridArgs(batch_size=6, tensor=2)
-    monkeypatch.setattr("sys.argv", ["train_hybrid.py", *words, "--help"])
-    with pytest.raises(Usage, match="--config"):
-        read_command_line(sys.argv[1:], 4)
 
 
 def test_the_command_says_what_is_wrong_on_stderr(capsys):

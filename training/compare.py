@@ -1,0 +1,146 @@
+"""Run several RUN_MODEs with the same options, and show their figures and timelines beside each other.
+
+    make compare MODES="data_parallel_naive data_parallel_overlap" ARGS='--link 200mbit,1ms'
+    make compare MODES="data_parallel_naive data_parallel_overlap" LINK=200mbit CONTAINERS=1
+
+With CONTAINERS=1 each mode runs in containers, whose links are real. The picture is in traces/, which has the
+timelines of all modes on one scale.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab import units
+from lab.launch.errors import WorkbookError
+from lab.trace.gantt import Event, draw_panels
+from lab.trace.timeline import read_chrome_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = Path("traces")
+NO_TIMELINE = {"comm", "point_to_point", "train", "hybrid_elastic"}
+Figures = dict[str, Any]
+Runs = dict[str, tuple[Figures, list[Event]]]
+
+
+def run_here(mode: str, words: str, folder: str) -> subprocess.CompletedProcess[str]:
+    """Run a mode on this machine, with its trace in `folder`."""
+    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace {folder}"}
+    settings["TORCHRUN"] = f"{sys.executable} -m lab.launch.torchrun"
+    return _call(["bash", "entrypoint.sh"], settings)
+
+
+def run_in_containers(mode: str, words: str, folder: str) -> subprocess.CompletedProcess[str]:
+    """Run a mode in the containers of docker-compose.yaml, and copy the trace of rank 0 to `folder`."""
+    compose = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace traces"}
+    try:
+        started = _call([*compose, "up", "--build", "--no-color"], settings)
+        node = _call([*compose, "ps", "--all", "--quiet", "node0"], settings).stdout.strip()
+        if started.returncode or not node:
+            return started
+        _call(["docker", "cp", f"{node}:/workbook/traces/.", folder], {})
+        done = _call(["docker", "logs", node], {})
+        code = _call(["docker", "inspect", "--format", "{{.State.ExitCode}}", node], {}).stdout
+        return subprocess.CompletedProcess(node, int(code), done.stdout, done.stderr)
+    finally:
+        _call([*compose, "down"], settings)
+
+
+def _call(command: list[str], settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+
+
+def measure(modes: list[str], words: str, in_containers: bool) -> Runs:
+    """Return each mode's figures and events. Raise WorkbookError where a mode ends with an error."""
+    runs: Runs = {}
+    for mode in modes:
+        print(f"{mode} runs ...", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            done = (run_in_containers if in_containers else run_here)(mode, words, folder)
+            if done.returncode:
+                raise WorkbookError(f"{mode} has ended with an error:\n{done.stderr.strip()}")
+            [trace] = Path(folder).glob("*.json")
+            runs[mode] = json.loads(done.stdout.splitlines()[-1]), read_chrome_trace(trace)
+    return runs
+
+
+def table_of(runs: Runs) -> Table:
+    """Return a table with a row for each mode; its columns are rows of the report (docs/report.md)."""
+    table = Table("RUN_MODE")
+    for column in (
+        "step",
+        "computing",
+        "communication",
+        "hidden",
+        "sent by a rank",
+        "messages",
+        "memory",
+        "last loss",
+    ):
+        table.add_column(column, justify="right")
+    for mode, (f, _) in runs.items():
+        seconds = (f.get(name) for name in ("step_seconds", "compute_seconds", "communication_seconds"))
+        cells = ["-" if value is None else units.show_seconds(value) for value in seconds]
+        cells += ["-" if f.get("hidden_share") is None else f"{f['hidden_share']:.0%}"]
+        cells += [units.show_bytes(f["bytes_sent"]), f"{f['messages_sent']:,}"]
+        cells += [units.show_bytes(f["peak_memory_bytes"])]
+        table.add_row(mode, *cells, "-" if f["last_loss"] is None else f"{f['last_loss']:.3f}")
+    return table
+
+
+def conclusion(runs: Runs) -> str:
+    """Return what the fastest mode gains over the slowest, and where the time went."""
+    by_step = sorted((figures for figures, _ in runs.values()), key=lambda f: f["step_seconds"])
+    fast, slow = by_step[0], by_step[-1]
+    said = f"A step of {fast['run_mode']} takes {fast['step_seconds'] / slow['step_seconds']:.2f} of one of "
+    said += slow["run_mode"]
+    if fast.get("bubble") is not None and slow.get("bubble") is not None:
+        return f"{said}: ranks are idle for {fast['bubble']:.0%} of it instead of {slow['bubble']:.0%}."
+    if not (fast.get("communication_seconds") and slow.get("communication_seconds")):
+        return f"{said}."
+    computing = (units.show_seconds(f["compute_seconds"]) for f in (fast, slow))
+    seen = (units.show_seconds(f["communication_seconds"] * (1 - f["hidden_share"])) for f in (fast, slow))
+    spent = f"{' instead of '.join(seen)} of communication that no computing hides"
+    return f"{said}: {spent}, and {' instead of '.join(computing)} of computing."
+
+
+def main(modes: list[str], words: str, in_containers: bool) -> None:
+    """Compare the modes: print a table and a sentence, and draw a picture."""
+    if len(set(modes)) < 2 or len(set(modes)) < len(modes):
+        raise WorkbookError("MODES: name at least two different RUN_MODEs, with a space between them.")
+    if without := [mode for mode in modes if mode in NO_TIMELINE]:
+        raise WorkbookError(f"MODES: {without[0]} has no timeline to compare; choose modes that train a GPT.")
+    if {"--json", "--trace"} & set(words.split()):
+        raise WorkbookError("ARGS: make compare itself adds --json and --trace; leave them out.")
+    runs = measure(modes, words, in_containers)
+    path = PICTURES / f"compare_{time.strftime('%Y-%m-%d_%H-%M-%S')}.png"
+    path.parent.mkdir(exist_ok=True)
+    ranks = next(iter(runs.values()))[0]["world_size"]
+    draw_panels({mode: events for mode, (_, events) in runs.items()}, path, f"{ranks} ranks {words}".strip())
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    console.print(table_of(runs))
+    print(conclusion(runs))
+    print(f"The timelines, on one scale, are in {path}.")
+
+
+if __name__ == "__main__":
+    try:
+        main(
+            os.environ.get("MODES", "").split(),
+            os.environ.get("ARGS", ""),
+            bool(os.environ.get("CONTAINERS")),
+        )
+    except WorkbookError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
