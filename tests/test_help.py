@@ -8,6 +8,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 import tyro
 
+from comm.script import start
+from lab.launch import usage
 from tests.run_modes import MODES, start_of
 
 NAMES = [mode for mode, _, _ in MODES]
@@ -56,3 +58,22 @@ def test_a_wrong_choice_is_answered_with_the_choices_in_the_order_of_the_help(mo
         else:
             # tyro lists the choices of a union in the random order of a set.
             assert not any(get_origin(part) is Literal for part in get_args(hint)), name
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_the_short_help_has_at_most_12_options_and_says_where_the_others_are(mode: str):
+    arguments, everything = start_of(mode).arguments, options_of(mode)
+    text = usage.short_help(arguments, "python x.py")
+    shown = re.findall(r"^  --([a-z-]+)", text, re.MULTILINE)
+    assert {"json", "steps"} & set(shown) and len(shown) <= 12
+    assert text.endswith(f"--help-all shows all {len(everything)} options.\n")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_is_printed_by_rank_0_alone_and_meets_nobody(capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr("sys.argv", ["train_zero3.py", "--help" if rank == "1" else "--help-all"])
+        start(*start_of("zero3"))
+    assert capfd.readouterr().out.count("--allow-nonfinite") == 1

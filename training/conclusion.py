@@ -132,6 +132,10 @@ def _kept(f: Figures) -> str | None:
     return ", ".join(map(units.show_bytes, of_each)) + of_microbatches
 
 
+def _compared_by(f: Figures) -> str | None:
+    return f.get("compared_by")
+
+
 def _of_a_block(f: Figures) -> str | None:
     if "block_bytes" not in f:
         return None
@@ -180,6 +184,7 @@ ROWS = {
     "a rank keeps": _state,
     "activations": _kept,
     "bubble": _bubble,
+    "compare by": _compared_by,
     "a block sends": _of_a_block,
     "experts": _experts,
     "axes": _axes,

@@ -207,6 +207,8 @@ EXERCISES = (
             BUCKETS + "test_gradients_are_views_of_the_buckets_however_they_are_zeroed",
             BUCKETS + "test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied",
             BUCKETS + "test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros",
+            "tests/data_parallel/test_refusals.py::"
+            "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
         ),
         difficulty=2,
         minutes=25,

@@ -204,6 +204,7 @@ EXERCISES = (
             KILLERS + "test_the_next_block_is_gathered_while_one_computes",
             COSTS + "test_the_stages_send_2_2_and_nearly_3_times_the_parameters[2]",
             COSTS + "test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else",
+            "tests/zero/test_refusals.py::test_ranks_that_run_different_blocks_are_refused_on_all_ranks",
         ),
         difficulty=4,
         minutes=45,

@@ -63,8 +63,11 @@ def test_under_the_metronome_all_scripts_but_naive_hide_communication_and_their_
             assert report["bytes_sent"] == report["bytes_formula"]
             assert report["first_loss"] == report["last_loss"]  # nothing is computed
     for name in reports:
-        assert (tmp_path / name / "timeline.png").read_bytes().startswith(b"\x89PNG")
-        rows = json.loads((tmp_path / name / "trace.json").read_text())["traceEvents"]
+        picture, trace = (
+            next((tmp_path / name).glob(f"data_parallel_{name}*{end}")) for end in (".png", ".json")
+        )
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        rows = json.loads(trace.read_text())["traceEvents"]
         ranks = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
         assert sorted(ranks.values()) == ["rank 0", "rank 1"]
         for pid in ranks:

@@ -17,6 +17,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.meter import Meter
 from tests.run_modes import MODES, ROOT, SCRIPTS, few_steps, start_of, without_measuring
+from training import conclusion
 from training.run import Run
 
 NAMES = [mode for mode, _, _ in MODES]
@@ -93,7 +94,10 @@ def test_each_row_of_a_report_is_explained(mode: str):
     assert shown <= explained, shown - explained
 
 
-def test_the_sample_report_has_the_rows_of_a_run():
+def test_the_sample_report_has_the_rows_of_a_run_and_no_report_has_more_than_ten():
     [sample] = re.findall(r"^[│┌├└].*[│┐┤┘]$(?:\n[│┌├└].*$)*", REPORT, re.MULTILINE)
-    named = re.findall(r"^│ (\w+) +│", sample, re.MULTILINE)
-    assert named == [name for name, value in reports()["data_parallel_naive"].items() if value is not None]
+    named = re.findall(r"^│ (\w[\w ]*?) +│", sample, re.MULTILINE)
+    assert named == [name for name, _ in conclusion.rows(reports()["data_parallel_naive"])]
+    for mode, report in reports().items():
+        assert 4 <= len(conclusion.rows(report)) <= 10, mode
+        assert 1 <= len(conclusion.sentences(report)) <= 2, mode

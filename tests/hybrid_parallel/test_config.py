@@ -95,6 +95,15 @@ def test_the_command_line_comes_before_the_file_also_with_the_key_of_another_nam
     assert read(text, "--lr", "1", "--lr", "2").args.lr == 2, "the last one counts"
 
 
+def test_this_configuration_is_accepted_key_for_key(read):
+    config = read(
+        'model: "transformer"\nbatch_size: 32\nnum_gpus: 4\npipeline_parallelism: True\n'
+        'zero_redundancy: True\nsharding_strategy: "auto"\ncommunication_pattern: "ring"'
+    )
+    assert config.num_processes == 4 and config.args.batch_size == 4 * 32
+    assert (config.args.model, config.args.size, config.args.pattern) == ("gpt", "small", "ring")
+
+
 def test_the_model_is_a_gpt_of_a_size_or_an_mlp_of_its_width(read):
     assert model_of(read("num_gpus: 1\nmodel: tiny").args) == GPTConfig.named("tiny", num_layers=8)
     text = "num_gpus: 1\nmodel: mlp\nsize: 13m\nlayers: 2"

@@ -81,7 +81,11 @@ def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(t
     options = ("--trace", str(tmp_path), "--metronome", "2ms")
     command = run_ranks(lambda cluster: run(cluster, "interleaved", *options).get("compared_by"), 2)[0]
     capsys.readouterr()
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    [picture], [trace] = (
+        tmp_path.glob("pipeline_interleaved_*.png"),
+        tmp_path.glob("pipeline_interleaved_*.json"),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert command == f"python pipeline_parallel/analysis/compare.py {tmp_path}"
     compare.main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
@@ -89,7 +93,7 @@ def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(t
     assert [line.split()[0] for line in lines[2:5]] == ["measured", "simulated", "formula"]
     assert (tmp_path / "compared.png").read_bytes().startswith(b"\x89PNG")
     assert "measured interleaved" in (tmp_path / "schedules.html").read_text()
-    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    trace.write_text('{"traceEvents": []}')
     with pytest.raises(SystemExit, match="has no actions of a pipeline"):
         compare.main(tmp_path)
 

@@ -1,13 +1,20 @@
 """The report names the pattern and the transport that have carried the steps' messages."""
 
+import json
+import re
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from comm.transport import shared_memory
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
+from tests import run_modes
 from tests.training.attempts import train
-from training.report import median, pattern_and_transport
+from training import conclusion
+from training.report import median, pattern_and_transport, show
 
 OURS = "shared_memory" if shared_memory.is_possible() else "sockets"
 
@@ -25,6 +32,26 @@ RUNS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+def test_json_is_one_line_on_stdout_and_a_report_has_all_rows_only_if_it_is_verbose(capfd):
+    figures = {
+        "run_mode": "zero1",
+        "world_size": 2,
+        "steps": 3,
+        "step_seconds": 0.1,
+        "tokens_per_second": 9.0,
+    }
+    figures |= {"bytes_sent": 70, "messages_sent": 2, "bytes_formula": 70, "messages_formula": 3}
+    rank_0, rank_1 = (Cluster(i, 2, i, torch.device("cpu"), dist.HashStore()) for i in range(2))
+    show(rank_1, figures)
+    show(rank_0, figures, as_json=True)
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 1 and json.loads(out) == figures
+    assert "the formula says 70 and 3" in err and "messages_formula" not in err
+    assert err.endswith("RUN_MODE=zero2 also divides the gradients.\n")
+    show(rank_0, figures, verbose=True)
+    assert "messages_formula" in capfd.readouterr().out
+
+
 def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
     def work(cluster: Cluster) -> None:
         for mode, options, pattern, transport in RUNS:
@@ -33,6 +60,16 @@ def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
             assert report["bytes_sent"] == report["bytes_formula"], (mode, options)
 
     run_ranks(work, 2)
+
+
+def test_what_to_run_next_is_offered_there():
+    named = {mode: re.findall(r"RUN_MODE=(\w+)|--([a-z-]+)", text) for mode, text in conclusion.NEXT.items()}
+    assert set(named) == {mode for mode, _, _ in run_modes.MODES} - {"comm", "point_to_point"}
+    for mode, words in named.items():
+        for other, option in words:
+            assert (
+                other in run_modes.SCRIPTS if other else run_modes.offers(mode, option.replace("-", "_"))
+            ), mode
 
 
 def test_headers_are_no_pattern_and_one_rank_has_no_transport():
