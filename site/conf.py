@@ -29,6 +29,7 @@ html_math_renderer = "mathml"
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["embed.js"]
 html_show_sourcelink = html_copy_source = html_show_copyright = False
 html_show_search_summary = False  # it would have to be fetched
 pygments_style, pygments_dark_style = "default", "github-dark"

@@ -22,26 +22,19 @@ from sphinx.environment import BuildEnvironment
 from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
 
+from front import first_page, lessons_of
+from lesson_pages import with_additions
 from pages import PAGES, lessons, write_pages
 
-# The parts of the menu: a title, and patterns of pages. A page stands where it matches first.
+# The menu's parts after the lessons: a title, and a pattern of pages, which stand where they match first.
 MENU = (
-    (
-        "Lessons",
-        *(
-            "comm/index",
-            "data_parallel/index",
-            "zero/index",
-            "tensor_parallel/index",
-            "pipeline_parallel/index",
-        ),
-        r"\w+_parallel/index",
-    ),
     ("Notebooks", "notebooks/.*"),
     ("Pages to play with", "site/.*"),
     ("Exercises", "exercises/.*"),
+    ("Handbook", "docs/.*"),
     ("More", ".*"),
 )
+ANSWER = "Predict first. Then look."
 # Source files of other kinds are shown as plain text.
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml", ".html": "html", ".js": "js"}
 
@@ -54,10 +47,10 @@ class ReadmesAreIndexes(Project):
         return name and re.sub(r"(^|/)README$", r"\1index", name)
 
 
-def menu(docnames: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the title of each part of the menu, and its pages."""
+def menu(docnames: set[str], in_order: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the title of each part of the menu, and its pages; lessons are in their order."""
     left = sorted(docnames - {"index"}, key=lambda name: (not name.endswith("/index"), name))
-    for title, *patterns in MENU:
+    for title, *patterns in (("Lessons", *(f"{folder}/index" for folder in in_order)), *MENU):
         pages = []
         for pattern in patterns:
             pages += [name for name in left if re.fullmatch(pattern, name)]
@@ -66,10 +59,17 @@ def menu(docnames: set[str]) -> Iterator[tuple[str, list[str]]]:
             yield title, pages
 
 
-def add_menu(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Append the menu to the first page, where Sphinx looks for it."""
+def change_pages(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Make the first page, which has the menu where Sphinx looks for it, and add to the pages of lessons."""
+    readme = (Path(app.srcdir) / "README.md").read_text("utf-8")
+    in_order = lessons_of(readme)
+    folder, _, name = docname.partition("/")
+    if name == "index" and folder in in_order:
+        source[0] = with_additions(folder, source[0])
     if docname == "index":
-        for title, pages in menu(app.project.docnames):
+        if "site/index" in app.project.docnames:
+            source[0] = first_page(readme, (Path(app.srcdir) / "site" / "README.md").read_text("utf-8"))
+        for title, pages in menu(app.project.docnames, in_order):
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n" + "\n".join(pages) + "\n```\n"
 
 
@@ -93,11 +93,12 @@ class LinksToSources(SphinxTransform):
 
 
 class NotebookCells(SphinxTransform):
-    """Shows cells that run on ranks as Python, and gives pictures the text that describes them."""
+    """Shows cells that run on ranks as Python, describes pictures in a text, and folds answers."""
 
     default_priority = 400
 
     def apply(self, **kwargs: Any) -> None:
+        self.fold_answers()
         for output in self.document.findall(
             lambda node: isinstance(node, nodes.container) and node.get("nb_element") == "mime_bundle"
         ):
@@ -107,6 +108,24 @@ class NotebookCells(SphinxTransform):
         for block in self.document.findall(nodes.literal_block):
             if block.astext().startswith("%%rank"):
                 block["language"] = "python"
+
+    def fold_answers(self) -> None:
+        """Fold the outputs that answer a prediction: after the cell that asks, to the one that compares."""
+        predicted: set[str] = set()
+        for cell in self.document.findall(
+            lambda node: isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
+        ):
+            source = "".join(each.astext() for each in cell[:1])
+            outputs = [part for part in cell[1:] if part.astext().strip() or list(part.findall(nodes.image))]
+            if predicted and outputs:
+                cell.insert(1, html_of(f'<details class="answer"><summary>{ANSWER}</summary>'))
+                cell.append(html_of("</details>"))
+            predicted |= set(re.findall(r"(\w+) = predict\(", source))
+            predicted -= set(re.findall(r"(\w+)\.compare\(", source))
+
+
+def html_of(text: str) -> nodes.raw:
+    return nodes.raw("", text, format="html")
 
 
 def page_of(env: BuildEnvironment, path: str) -> str:
@@ -161,7 +180,7 @@ def summary(path: Path) -> str:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", use_readmes)
-    app.connect("source-read", add_menu)
+    app.connect("source-read", change_pages)
     app.connect("html-collect-pages", source_pages)
     app.connect("build-finished", add_pages)
     app.add_transform(LinksToSources)

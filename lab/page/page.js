@@ -19,6 +19,29 @@ const link = (settings) => history.replaceState(null, "", `#${new URLSearchParam
 addEventListener("hashchange", () => location.reload());
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 
+/** The buttons under "What to try" open the page with the settings in their value, and say what can be seen. */
+function offerTries() {
+  const buttons = [...$("tries").querySelectorAll("button")];
+  const show = (tried) => {
+    buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === tried));
+    $("tried").textContent = buttons[tried]?.dataset.words ?? "";
+  };
+  show(Number(linked.try ?? -1));
+  const embed = linked.embed ? `&embed=${linked.embed}` : "";
+  buttons.forEach((button, i) => button.addEventListener("click", () => {
+    location.hash = `${button.value}&try=${i}${embed}`;
+  }));
+  $("settings").addEventListener("input", () => show(-1));
+}
+
+/** In another page there is only room for what moves, and that page has to know its height. */
+function fitIn() {
+  document.documentElement.classList.add("embedded");
+  const tell = () => parent.postMessage({ height: document.body.scrollHeight }, "*");
+  new ResizeObserver(tell).observe(document.body);
+}
+if (linked.embed) fitIn();
+
 /** Fill a fieldset with radio buttons or checkboxes, [value, label] each. */
 function offer(id, type, options, isChosen) {
   const box = $(id);

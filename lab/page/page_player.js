@@ -42,7 +42,8 @@ function play(playing) {
     nextFrame = requestAnimationFrame(function frame(now) {
       seek(state.time + Math.max(0, now - before) / 1000 * pace() * Number($("speed").value));
       before = now;
-      if (state.time >= horizon) play(false);
+      if (state.time >= horizon && linked.embed) seek(0);
+      else if (state.time >= horizon) play(false);
       else nextFrame = requestAnimationFrame(frame);
     });
   }
@@ -85,5 +86,8 @@ function scrub({ target, clientX }) {
 }
 $("charts").addEventListener("pointerdown", scrub);
 $("charts").addEventListener("pointermove", (event) => { if (event.buttons) scrub(event); });
+
+const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+addEventListener("load", () => { if (linked.embed === "playing" && !isStill) play(true); });
 
 addEventListener("resize", () => { if ($("charts").clientWidth !== place.width) draw(); });

@@ -3,26 +3,11 @@
 const RANKS = [2, 3, 4, 5, 6, 7, 8];
 const MASKS = { causal: "causal", none: "none: all pairs attend" };
 const ITEMSIZES = { 2: "16 bits", 4: "32 bits" };
-const AS_IT_OPENS = {
+const state = {
   ranks: 4, cut: "contiguous", mask: "causal", itemsize: 2, length: 32768, batch: 1, heads: 32, kvHeads: 8, headWidth: 128,
   compute: 20e-3, alpha: 20e-6, rate: 400, // seconds, seconds, Gbit/s
+  time: linked.time === undefined ? null : Number(linked.time),
 };
-/** What to try: the settings that differ from those with which the page opens, a title, and what can be seen. */
-const TRIES = [
-  [{}, "Contiguous chunks", "Press Play. After its first step rank 0 computes nothing and waits for rank 3, which always"
-    + " computes. The forward takes <b>(2n-1)/n = 1.75</b> times as long as a balanced one."],
-  [{ cut: "zigzag" }, "The zigzag cut", "Press Play. All ranks compute equally long in each step, and no rank waits. The ratio"
-    + " is 1."],
-  [{ cut: "zigzag", rate: 40 }, "A slow link", "A message now takes longer than a step computes, and all ranks wait for"
-    + " their keys. No cut fixes that."],
-  [{ cut: "zigzag", rate: 40, length: 8 * 32768, compute: 64 * 20e-3 }, "8 times as many tokens on it",
-    "Messages take 8 times as long, but attention 64 times. So almost all messages are hidden again."],
-  [{ mask: "none" }, "No mask", "All pairs attend, and all ranks compute equally many. So contiguous chunks are balanced, too."],
-  [{ ranks: 8, cut: "zigzag", kvHeads: 32 }, "32 heads of keys", "Look at the last table. If each query head has its own head"
-    + " of keys and values, the ring sends more than all-to-all attention on 2 ranks or more."],
-];
-
-const state = { ...AS_IT_OPENS, time: linked.time === undefined ? null : Number(linked.time) };
 const CHOICES = { ranks: RANKS.map((n) => [n, n]), cut: Object.entries(CUTS).map(([name, { title }]) => [name, title]),
   mask: Object.entries(MASKS), itemsize: Object.entries(ITEMSIZES) };
 for (const [name, options] of Object.entries(CHOICES)) {
@@ -95,7 +80,6 @@ function draw() {
   drawSteps();
   drawTechniques();
   seek(state.time ?? 0.3 * timeline.makespan);
-  showTried();
   const { time, ...settings } = state;
   link(settings);
 }
@@ -105,17 +89,6 @@ function showMoment() {
   showMatrix();
   showRing();
   showStates();
-}
-
-/** Whether two settings are the same; numbers that were typed in another unit are rounded. */
-const isSame = (a, b) => a === b || Math.abs(a - b) < 1e-9 * Math.abs(b);
-
-/** Say what can be seen, where the settings are those of something to try. */
-function showTried() {
-  const found = TRIES.findIndex(([changes]) =>
-    Object.entries({ ...AS_IT_OPENS, ...changes }).every(([name, value]) => isSame(state[name], value)));
-  $("tries").querySelectorAll("button").forEach((button, i) => button.setAttribute("aria-pressed", i === found));
-  $("tried").innerHTML = TRIES[found]?.[2] ?? "";
 }
 
 function offerAll() {
@@ -140,21 +113,7 @@ $("settings").addEventListener("input", ({ target: { name, value } }) => {
   seek(share * horizon);
 });
 
-$("tries").addEventListener("click", ({ target }) => {
-  const [changes] = TRIES[target.closest("button")?.value] ?? [];
-  if (!changes) return;
-  Object.assign(state, AS_IT_OPENS, changes);
-  offerAll();
-  fields.show();
-  fields.read();
-  play(false);
-  state.time = 0;
-  draw();
-});
-
 function start() {
-  $("tried").insertAdjacentHTML("beforebegin", TRIES.map(([, title], i) =>
-    `<button type="button" value="${i}">${title}</button>`).join(""));
   offerAll();
   fields.put();
   draw();

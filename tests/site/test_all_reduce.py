@@ -177,7 +177,8 @@ def test_sizes_and_speeds_are_typed_and_what_is_no_number_is_refused_in_a_senten
 
 def test_settings_are_reached_by_tab_and_a_link_opens_them_again(browser: Browser, page: Path):
     browser.open(page, "ranks=8&show=ring")
-    browser.key("Tab")
+    while browser.js("document.activeElement.name") != "ranks":
+        browser.key("Tab")
     browser.key("ArrowRight")
     for _ in range(2):
         browser.key("Tab")

@@ -64,6 +64,21 @@ def test_tab_reaches_every_control_and_shows_where_it_is(browser: Browser, page:
     assert browser.js("[...left].map(each => each.outerHTML ?? each)") == []
 
 
+def test_what_to_try_opens_with_its_settings_and_says_what_can_be_seen(
+    browser: Browser, page: Path, name: str
+):
+    browser.open(page)
+    number = browser.js("document.querySelectorAll('#tries button').length")
+    for i in range(number):
+        browser.js(f"window.isOld = true, document.querySelectorAll('#tries button')[{i}].click()")
+        browser.until("window.isOld === undefined && document.readyState === 'complete'")
+        pressed = (
+            "[...document.querySelectorAll('#tries [aria-pressed=true]')].map(each => each.dataset.words)"
+        )
+        assert browser.js(pressed) == [browser.js("tried.textContent")] != [""]
+    assert number > 2
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_have_contrast(browser: Browser, page: Path, scheme: str):
     """The ratio of luminances is at least 4.5, as in https://www.w3.org/TR/WCAG21/#contrast-minimum."""

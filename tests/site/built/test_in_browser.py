@@ -1,10 +1,15 @@
 """The pages of the built site work in a browser: from files, on a narrow screen, and by keyboard."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import Browser
+from tests.run_modes import ROOT
+
+sys.path.insert(0, str(ROOT / "site"))
+from pages import PAGES
 
 WIDTH = 400
 
@@ -64,3 +69,48 @@ def test_pages_to_play_with_link_to_the_lessons_that_they_show(browser: Browser,
     links = browser.js("[...document.querySelectorAll('a')].map(each => decodeURIComponent(each.pathname))")
     assert len(links) >= 2
     assert not [link for link in links if not Path(link).is_file()]
+
+
+def test_the_first_page_plays_and_leads_to_the_first_step_on_any_width(browser: Browser, site: Path):
+    for width in (WIDTH, 1280):
+        browser.resize(width, 800, mobile=width == WIDTH)
+        browser.open(site / "index.html")
+        first = (
+            "[...document.querySelectorAll('article a')].find(a => a.textContent.startsWith('First step'))"
+        )
+        box = browser.js(f"{first}.getBoundingClientRect().toJSON()")
+        assert box["left"] >= 0 and box["right"] <= width and box["bottom"] <= 800
+        browser.until("document.querySelector('iframe.play').style.height !== ''")
+    titles = browser.js(
+        "[...document.querySelectorAll('#the-map > ul > li > p:first-child')].map(p => p.textContent)"
+    )
+    numbers = [title[0] for title in titles if title[0].isdigit()]
+    assert numbers == sorted(numbers) and numbers[0] == "1" and len(numbers) > 7
+    linked = browser.js("[...document.querySelectorAll('#pages-to-play-with > ul a')].map(a => a.pathname)")
+    assert sorted(Path(path).name for path in linked) == sorted(PAGES.values())
+
+
+@pytest.mark.parametrize("lesson", ["comm", "zero", "pipeline_parallel", "context_parallel"])
+def test_a_lesson_has_its_page_to_play_with(browser: Browser, site: Path, lesson: str):
+    browser.open(site / lesson / "index.html")
+    browser.js("document.querySelector('iframe.play').scrollIntoView({behavior: 'instant'})")
+    browser.until("parseInt(document.querySelector('iframe.play').style.height) > 200")
+    assert browser.errors == []
+
+
+def test_a_lesson_shows_what_its_steps_change(browser: Browser, site: Path):
+    browser.open(site / "data_parallel" / "index.html")
+    steps = "[...document.querySelectorAll('details.step')]"
+    assert browser.js(f"{steps}.map(each => each.open)") == [False, False]
+    assert "register_post_accumulate_grad_hook" in browser.js(f"{steps}[0].querySelector('pre').textContent")
+    assert "make diff FROM=naive TO=overlap" in browser.js(f"{steps}[0].textContent")
+
+
+def test_what_answers_a_prediction_is_folded(browser: Browser, site: Path):
+    for notebook in sorted((site / "notebooks").glob("[01]*.html")):
+        browser.open(notebook)
+        cells = (
+            "[...document.querySelectorAll('.cell_input')].filter(a => a.textContent.includes('.compare('))"
+        )
+        verdicts = browser.js(f"{cells}.map(a => a.parentElement.querySelector('details.answer')?.open)")
+        assert verdicts and set(verdicts) == {False}, notebook

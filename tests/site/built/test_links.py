@@ -51,7 +51,7 @@ class Document(HTMLParser):
         path = (self.path.parent / unquote(parts.path)).resolve() if parts.path else self.path
         if not path.is_file():
             return False
-        has_anchors = parts.fragment and path.suffix == ".html"
+        has_anchors = parts.fragment and "=" not in parts.fragment and path.suffix == ".html"
         return not has_anchors or unquote(parts.fragment) in document(path).anchors
 
 

@@ -1,0 +1,84 @@
+"""Make the site's first page: the player runs, and lessons and pages to play with are cards.
+
+The cards are the rows of README.md's map, and of the list in site/README.md.
+"""
+
+import posixpath
+import re
+
+PAGE = """# The Distributed Training Workbook
+
+You write distributed training yourself, from the first message between two processes to a GPT on a mesh of
+ranks. Every technique is a short file that runs for real on a laptop without a GPU.
+
+[First step: set out, 30 minutes](notebooks/00_setup.ipynb)
+[Lesson 1](comm/README.md)
+[Puzzles](site/puzzles/page.html)
+
+```{{raw}} html
+{player}
+```
+
+Eight ranks add up their tensors in a ring: each rank sends a part to the next one, and all links work at the
+same time. Choose other algorithms, ranks and links on [the player's page](site/all_reduce/page.html).
+
+## The map
+
+Each lesson has one route: predict with its notebooks, write its exercises, read its files, and find the bugs
+in wrong versions of them.
+
+{lessons}
+
+## Pages to play with
+
+They need no installation, and run in any browser.
+
+{pages}
+
+## On your machine
+
+You need Python 3.11 or newer and make. The first command also sets up everything, in a minute or two.
+
+```bash
+make run         # 1. two ranks on this machine train a small GPT
+make notebooks   # 2. the guided tour: open 00_setup.ipynb
+make exercises   # 3. the first part of a lesson that you write yourself
+```
+
+[Set-up](docs/setup.md) has other ways to install, [running](docs/running.md) all ways to run a lesson, and
+[results](docs/results.md) what each technique gains, measured.
+"""
+
+
+def rows_of(text: str, head: str) -> list[list[str]]:
+    """Return the cells of each row of the table that begins with this head."""
+    _, found, after = text.partition(f"| {head} |")
+    lines = after.splitlines()[2:] if found else []
+    ends = next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[:ends]]
+
+
+def lessons_of(readme: str) -> list[str]:
+    """Return the folders of the lessons in the order of README.md's map."""
+    return [name for row in rows_of(readme, "lesson") for name in re.findall(r"\((\w+)/README\.md\)", row[0])]
+
+
+def first_page(readme: str, list_of_pages: str) -> str:
+    """Return the first page's text, from README.md and site/README.md."""
+    lessons = [
+        f"- **{lesson}**\n\n  {after[:1].upper()}{after[1:]}.\n\n  Predict: {predict}"
+        + (f"\n\n  Write: {write}" if write else "")
+        for lesson, after, predict, write in rows_of(readme, "lesson")
+    ]
+    pages = [
+        f"- **[{title}]({posixpath.normpath(f'site/{path}')})**\n\n  {what[:1].upper()}{what[1:]}."
+        for link, what in rows_of(list_of_pages, "page")
+        for title, path in re.findall(r"\[(.+)\]\((.+)\)", link)
+    ]
+    player = frame("site/all_reduce.html#embed=playing&show=ring", "All-reduce in a ring, played")
+    return PAGE.format(player=player, lessons="\n".join(lessons), pages="\n".join(pages))
+
+
+def frame(address: str, title: str) -> str:
+    """Return a page to play with as a part of another page; static/embed.js gives it the right height."""
+    return f'<iframe class="play" src="{address}" title="{title}" loading="lazy"></iframe>'
