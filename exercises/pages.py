@@ -14,6 +14,7 @@ from pathlib import Path
 
 from exercises.catalog import EXERCISES, ROOT, Exercise
 from exercises.find_the_bug import Bug, bugs
+from lab.what_changed import steps_of
 
 MAP, COURSE = ROOT / "README.md", ROOT / "docs" / "course.md"
 BOOKS = {  # 04_naive_data_parallel: ("04 Naive data parallel", 40)
@@ -82,13 +83,16 @@ def route(folder: str, books: list[str]) -> str:
     notebooks = ", ".join(f"[{BOOKS[book][0]}](../notebooks/{book}.ipynb)" for book in books)
     files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
     links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
+    changes = [
+        f" `make diff FROM={old} TO={new}` shows what a step changes." for old, new in steps_of(folder)
+    ]
     bug = next(each for each in bugs() if each.module in {one.module for one in there})
     steps = (
         f"**Predict**, {minutes_of(books)} minutes: `make notebooks`, and open {notebooks}.",
         f"**Write**, {minutes} minutes: `make exercises ARGS='watch {there[0].name}'` makes the first file, "
         f"and grades it on each save. The {len(there)} exercises: {names}.",
         f"**Read** what you have written, in its place: {links}. Do not open these files before: they "
-        "contain the solutions. The sections below lead through them.",
+        f"contain the solutions. The sections below lead through them.{''.join(changes[:1])}",
         f"**Break**, {bug.minutes} minutes and more: `make exercises ARGS='bug {bug.name}'` makes a wrong "
         "version of one of these files, in which you find the mistake. `make exercises ARGS=bugs` lists all.",
     )
