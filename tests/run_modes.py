@@ -59,6 +59,7 @@ def without_measuring() -> Iterator[None]:
     link = Link(1e-4, 1e-9)
     with (
         mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
+        mock.patch("training.run.measure_flops", lambda *_: 1e11),
         mock.patch("pipeline_parallel.script.measure_link", lambda *_, **__: link),
     ):
         yield

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,28 +75,38 @@ def measure(modes: list[str], words: str, in_containers: bool) -> Runs:
     return runs
 
 
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "step": lambda f: units.show_seconds(f["step_seconds"]),
+    "computing": lambda f: units.show_seconds(f["compute_seconds"]),
+    "communication": lambda f: units.show_seconds(f["communication_seconds"]),
+    "hidden": lambda f: f"{f['hidden_share']:.0%}",
+    "bubble": lambda f: f"{f['bubble']:.0%}",
+    "a rank sent": lambda f: units.show_bytes(f["bytes_sent"]),
+    "messages": lambda f: f"{f['messages_sent']:,}",
+    "memory": lambda f: units.show_bytes(f["peak_memory_bytes"]),
+    "last loss": lambda f: f"{f['last_loss']:.3f}",
+}
+"""What the table shows of each run's figures (docs/report.md)."""
+
+
 def table_of(runs: Runs) -> Table:
-    """Return a table with a row for each mode; its columns are rows of the report (docs/report.md)."""
-    table = Table("RUN_MODE")
-    for column in (
-        "step",
-        "computing",
-        "communication",
-        "hidden",
-        "sent by a rank",
-        "messages",
-        "memory",
-        "last loss",
-    ):
-        table.add_column(column, justify="right")
-    for mode, (f, _) in runs.items():
-        seconds = (f.get(name) for name in ("step_seconds", "compute_seconds", "communication_seconds"))
-        cells = ["-" if value is None else units.show_seconds(value) for value in seconds]
-        cells += ["-" if f.get("hidden_share") is None else f"{f['hidden_share']:.0%}"]
-        cells += [units.show_bytes(f["bytes_sent"]), f"{f['messages_sent']:,}"]
-        cells += [units.show_bytes(f["peak_memory_bytes"])]
-        table.add_row(mode, *cells, "-" if f["last_loss"] is None else f"{f['last_loss']:.3f}")
+    """Return a table with a row for each mode, without columns that no mode can fill."""
+    cells = {mode: [_cell(show, figures) for show in COLUMNS.values()] for mode, (figures, _) in runs.items()}
+    filled = [i for i in range(len(COLUMNS)) if any(row[i] != "-" for row in cells.values())]
+    table, names = Table(), list(COLUMNS)
+    table.add_column("RUN_MODE", no_wrap=True)
+    for i in filled:
+        table.add_column(names[i], justify="right")
+    for mode, row in cells.items():
+        table.add_row(mode, *(row[i] for i in filled))
     return table
+
+
+def _cell(show: Callable[[Figures], str], figures: Figures) -> str:
+    try:
+        return show(figures)
+    except (KeyError, TypeError):  # this run does not have the figure
+        return "-"
 
 
 def conclusion(runs: Runs) -> str:

@@ -72,9 +72,9 @@ def _step(f: Figures) -> str | None:
 
 
 def _computing(f: Figures) -> str | None:
-    if not f.get("compute_seconds"):
-        return None
-    return f"{units.show_seconds(f['compute_seconds'])} of the step"
+    parts = [f"{units.show_seconds(f['compute_seconds'])} of the step"] if f.get("compute_seconds") else []
+    parts += [f"{f['mfu']:.0%} of the FLOP/s of these devices (MFU)"] if "mfu" in f else []
+    return "; ".join(parts)
 
 
 def _communication(f: Figures) -> str | None:

@@ -58,7 +58,7 @@ from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
 from training import report
 from training.arguments import TrainArgs, given
-from training.calibrate import LARGE_BYTES, measure_all_reduce
+from training.calibrate import LARGE_BYTES, measure_all_reduce, measure_flops
 from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
 from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
@@ -125,6 +125,7 @@ class Run:
         self._validation_bytes = 0
         self._first_step = 0
         self._meter: Meter | None = None
+        self._peak_flops: float | None = None
         self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
 
@@ -281,6 +282,9 @@ class Run:
     def _begin(self) -> Meter:
         if self.link is None:
             self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
+        if self._model == "gpt" and self._tick is None and getattr(self._args, "experts", 1) == 1:
+            dtype = torch.bfloat16 if getattr(self._args, "bf16", False) else torch.float32
+            self._peak_flops = measure_flops(self._cluster.device, dtype)
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
         return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step)
@@ -397,6 +401,8 @@ class Run:
             replica_digest=digests[cluster.rank][:16],
             **own_rows,
         )
+        if self._peak_flops is not None:
+            summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / self._peak_flops
         report.show(cluster, summary, args.json, args.verbose)
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
