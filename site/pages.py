@@ -83,6 +83,7 @@ def write_calculator(path: Path, root: str | None) -> None:
         "optimizer-state": "optimizer",
         "activations": "data",
         "computing": "compute",
+        "waiting": "optimizer",
         "communication": "communication",
     }
     CALCULATOR.write(path, rules=_variables(colors), root=root)

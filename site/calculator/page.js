@@ -9,16 +9,22 @@ const TYPED = {
   heads: whole("of-layers", "heads a", 1e4),
   vocabulary: whole("of-layers", "vocabulary", 1e7),
   context: whole("of-layers", "positions", 1e7),
+  experts: whole("of-layers", "experts in a layer E", 1e4),
+  activeExperts: whole("of-layers", "experts of a token k", 1e4),
   parameters: measured("of-parameters", "parameters", ["million", 1e6], [1e3, 1e15]),
   batch: whole("of-batch", "texts in a microbatch b", 1e6),
   sequence: whole("of-batch", "tokens in a text s", 1e7),
   microbatches: whole("of-batch", "microbatches m", 1e5),
   dataRanks: whole("of-ranks", "data parallel n", 1e6),
   pipelineRanks: whole("of-ranks", "pipeline p", 4096),
+  tensorRanks: whole("of-ranks", "tensor t", 4096),
+  contextRanks: whole("of-ranks", "context c", 4096),
+  expertRanks: whole("of-ranks", "expert e", 4096),
   capacity: measured("of-machine", "memory of a rank", ["GB", 1e9], [1e6, 1e14]),
   flops: measured("of-machine", "a rank computes", ["TFLOP/s", 1e12], [1e9, 1e17]),
   alpha: measured("of-machine", "latency α", ["µs", 1e-6], [0, 1]),
   rate: measured("of-machine", "rate 1/β", ["Gbit/s", 1], [1e-3, 1e5]),
+  innerRate: measured("of-machine", "rate among tensor ranks", ["Gbit/s", 1], [1e-3, 1e5]),
 };
 const CHOICES = {
   model: [["layers", "layers and width"], ["parameters", "its number of parameters"]],
@@ -28,7 +34,7 @@ const CHOICES = {
   stage: [[0, "0: no ZeRO"], [1, "1"], [2, "2"], [3, "3"]],
   schedule: Object.entries(SCHEDULES).map(([name, { title }]) => [name, title]),
 };
-const OPTIONS = [["keepsAttention", "keep attention's matrices"]];
+const OPTIONS = [["keepsAttention", "keep attention's matrices"], ["sequenceParallel", "sequence parallel"]];
 /** Models of the workbook and of papers, with their layers, width, heads, vocabulary and positions. */
 const PRESETS = {
   "the workbook's 13m": [4, 512, 8, 256, 256],
@@ -45,8 +51,9 @@ const MACHINES = {
 const set = {
   model: "layers", layers: 48, width: 1600, heads: 25, vocabulary: 50257, context: 1024, parameters: 1.5e9,
   precision: "bf16", optimizer: "adamw", batch: 4, sequence: 1024, microbatches: 8, recompute: "nothing",
-  keepsAttention: false, dataRanks: 8, pipelineRanks: 4, stage: 1, schedule: "1f1b",
-  flops: 100e12, alpha: 20e-6, rate: 100, capacity: 40e9,
+  keepsAttention: false, sequenceParallel: false, experts: 1, activeExperts: 1, dataRanks: 8, pipelineRanks: 4, tensorRanks: 1,
+  contextRanks: 1, expertRanks: 1, stage: 1, schedule: "1f1b",
+  flops: 100e12, alpha: 20e-6, rate: 100, innerRate: 2000, capacity: 40e9,
 };
 
 const fields = fieldsOf(TYPED, set);

@@ -6,7 +6,8 @@ function splitsOf(given) {
   const microbatches = given.microbatches * given.dataRanks; // in a step of all ranks
   const pipelines = Array.from({ length: Math.min(ranks, 64) }, (_, i) => i + 1).filter((p) => ranks % p === 0)
     .filter((p) => given.model !== "layers" || given.layers % (p === 1 ? 1 : p * SCHEDULES[given.schedule].chunks) === 0)
-    .filter((p) => microbatches % (ranks / p) === 0);
+    .filter((p) => microbatches % (ranks / p) === 0)
+    .filter((p) => ranks / p * given.contextRanks % given.expertRanks === 0);
   return pipelines.map((p) => ({ pipelineRanks: p, dataRanks: ranks / p, microbatches: microbatches * p / ranks }));
 }
 
@@ -22,14 +23,16 @@ function drawSplits() {
   const all = rows.flat();
   const fitting = all.filter(({ fits }) => fits);
   const fastest = fitting.filter(({ step }) => step !== null).sort((a, b) => a.step - b.step)[0];
-  const ranks = set.dataRanks * set.pipelineRanks;
+  const others = set.tensorRanks * set.contextRanks;
+  const ranks = set.dataRanks * set.pipelineRanks * others;
   if (!all.length) {
     $("splits").innerHTML = "";
     $("splits-words").textContent = `No number of stages on ${ranks} ranks divides both the layers and the`
       + " microbatches of a step evenly.";
     return;
   }
-  $("splits-words").innerHTML = `${ranks} ranks can be p pipeline stages of n data parallel ranks each. With the same texts`
+  $("splits-words").innerHTML = `${ranks} ranks can be p pipeline stages of n data parallel ranks each`
+    + `${others > 1 ? ", with t tensor and c context ranks as above" : ""}. With the same texts`
     + ` in a step, <b>${fitting.length} of ${all.length} ways fit</b> into ${bytes(set.capacity)} on each rank. `
     + (fastest ? `The fastest of them is ${nameOf(fastest)}, ${zeroOf(fastest)}: ${seconds(fastest.step)} a step, if all`
       + " communication is hidden, as in all times here. " : "")
@@ -39,7 +42,7 @@ function drawSplits() {
 /** What a way needs, and how long its step takes if all communication is hidden. */
 function outcomeOf(way, result) {
   const needed = total(result.stages[way.stage], result);
-  const step = result.makespan === null ? null : Math.max(result.makespan, communicationOf(way, result));
+  const step = result.makespan === null ? null : Math.max(result.makespan, wayCommunication(way, result));
   return { way, needed, step, fits: needed <= set.capacity };
 }
 
@@ -56,8 +59,8 @@ function splitButton(outcome) {
     + `<b>${bytes(needed)}</b><span>${fits ? time : "too much"}</span></button>`;
 }
 
-const communicationOf = ({ stage, dataRanks, microbatches }, { full }) => (dataRanks === 1 ? 0
-  : secondsSent(collectivesOf(stage, full, microbatches), dataRanks, { alpha: set.alpha, beta: 8e-9 / set.rate }));
+const wayCommunication = (way, { ofDense, ofExperts, context }) => context
+  + communicationOf({ ...set, ...way }, ofDense, ofExperts, { alpha: set.alpha, beta: 8e-9 / set.rate }).seconds;
 
 $("splits").addEventListener("click", ({ target }) => {
   const button = target.closest("button");

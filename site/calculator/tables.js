@@ -4,10 +4,18 @@ const KINDS = ["parameters", "gradients", "optimizer", "activations"];
 
 function draw() {
   const isDetailed = set.model === "layers";
+  const wrong = contradiction(set);
+  if (wrong) {
+    $("complaint").textContent = wrong;
+    return;
+  }
   $("of-layers").hidden = !isDetailed;
   $("of-parameters").hidden = isDetailed;
   $("options").hidden = $("recompute").hidden = !isDetailed;
-  $("heads").closest("label").hidden = !set.keepsAttention;
+  $("heads").closest("label").hidden = !set.keepsAttention && set.tensorRanks === 1;
+  $("innerRate").closest("label").hidden = set.tensorRanks === 1;
+  $("activeExperts").closest("label").hidden = set.experts === 1;
+  document.querySelector("[value=sequenceParallel]").closest("label").hidden = set.tensorRanks === 1;
   $("schedule").hidden = set.pipelineRanks === 1;
   const result = results(set);
   drawSummary(result);
@@ -28,7 +36,7 @@ function drawSummary(result) {
   const step = result.makespan === null ? "There is no formula for the time of this schedule with these numbers."
     : `A step takes ${seconds(result.together)} if all communication is hidden, and ${seconds(result.apart)} if none is:`
       + ` ${count(result.tokens / result.together)} or ${count(result.tokens / result.apart)} tokens a second.`;
-  $("summary").innerHTML = `<b>${count(result.parameters)} parameters on ${set.dataRanks * set.pipelineRanks} ranks.</b>`
+  $("summary").innerHTML = `<b>${count(result.parameters)} parameters on ${result.ranks} rank${result.ranks > 1 ? "s" : ""}.</b>`
     + ` A rank ${needs}. ${step}`;
 }
 
@@ -42,6 +50,7 @@ const verdict = (needed) => (needed <= set.capacity ? "" : `<small>too much</sma
 
 function drawMemory(result) {
   const { stages, activations, full } = result;
+  const divided = `parameters / ${set.tensorRanks > 1 ? "(p t)" : "p"}${set.experts > 1 ? ", those of experts / e" : ""}`;
   const most = Math.max(set.capacity, total(stages[0], result));
   $("bars").innerHTML = stages.map((held, stage) => {
     const parts = KINDS.map((kind) => [kind, kind === "activations" ? activations ?? 0 : held[kind]]);
@@ -55,9 +64,9 @@ function drawMemory(result) {
   const numbers = OPTIMIZERS[set.optimizer][1];
   const zero = "{{lesson zero/memory.py}}";
   const rows = [
-    ["parameters", `P${shard(3)}, with P = ${each} bytes × parameters / p`, zero, bytes(full.parameters), bytes(chosen.parameters)],
-    ["gradients", `G${shard(2)}, with G = ${each} bytes × parameters / p`, zero, bytes(full.gradients), bytes(chosen.gradients)],
-    ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × parameters / p`,
+    ["parameters", `P${shard(3)}, with P = ${each} bytes × ${divided}`, zero, bytes(full.parameters), bytes(chosen.parameters)],
+    ["gradients", `G${shard(2)}, with G = ${each} bytes × ${divided}`, zero, bytes(full.gradients), bytes(chosen.gradients)],
+    ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × ${divided}`,
       zero, bytes(full.optimizer), bytes(chosen.optimizer)],
     ["activations", activationWords(result), "{{lesson tensor_parallel/expected_traffic.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
       activations === null ? "" : bytes(activations),
@@ -71,7 +80,7 @@ function activationWords({ most, chunks, layersOfStage, layer, recomputed, bound
   const { bytes: each } = PRECISIONS[set.precision];
   const microbatches = `${most} microbatch${most > 1 ? "es" : ""}`;
   const layers = `${number(layersOfStage)} layers`;
-  const a = `A = b s (${16 * each + 2} h${set.keepsAttention ? ` + ${2 * each + 1} a s` : ""}) = ${bytes(layer)} for a layer`;
+  const a = `A = ${layerWords(each)} = ${bytes(layer)} for a layer`;
   const inputs = `inputs of b s h numbers, ${bytes(boundary)},`;
   const words = {
     nothing: `${microbatches} × ${layers} × A`,
@@ -82,34 +91,67 @@ function activationWords({ most, chunks, layersOfStage, layer, recomputed, bound
   return `${words}, with ${a}${chunks > 1 ? `, and ${chunks} stages on a rank` : ""}${why}`;
 }
 
+/** The formula of layerActivations() for what is set. */
+function layerWords(each) {
+  const { tensorRanks: t, contextRanks, experts, keepsAttention, sequenceParallel } = set;
+  const tokens = contextRanks > 1 ? "b s/c" : "b s";
+  const attention = keepsAttention ? ` + ${2 * each + 1} a s` : "";
+  const inside = experts > 1 ? `(${4 * each} + ${8 * each} k) h${attention}` : `${12 * each} h${attention}`;
+  const outside = experts > 1 ? `(${4 * each + 2} + ${3 * each} k) h` : `${4 * each + 2} h`;
+  if (t === 1 && experts === 1) return `${tokens} (${16 * each + 2} h${attention})`;
+  if (t === 1) return `${tokens} (${inside} + ${outside})`;
+  return sequenceParallel ? `${tokens} (${inside} + ${outside}) / t` : `${tokens} ((${inside}) / t + ${outside})`;
+}
+
 /** Where the traffic of each stage of ZeRO is explained. */
 const LESSONS = ["{{lesson data_parallel/train_naive.py}}", "{{lesson zero/train_zero1.py}}",
   "{{lesson zero/train_zero2.py}}", "{{lesson zero/train_zero3.py}}"];
 
 function drawTime(result) {
-  const { computing, idle, communication, makespan, apart, together, boundary, schedule, sent } = result;
+  const { computing, waiting, idle, communication, makespan, apart, together, boundary, schedule, sent } = result;
   if (makespan !== null) {
     const hidden = Math.min(makespan, communication);
-    const both = [["computing", computing], ["idle", idle], ["communication", communication]];
-    const rest = [["computing", computing], ["idle", idle], ["communication", communication - hidden]];
+    const first = [["computing", computing], ["waiting", waiting], ["idle", idle]];
+    const both = [...first, ["communication", communication]];
+    const rest = [...first, ["communication", communication - hidden]];
     const lines = [["nothing hidden", both, apart], ["all hidden", rest, together]];
     $("times").innerHTML = lines.map(([name, parts, all]) =>
       `<div class="line"><span>${name}</span>${bar(parts, apart)}<b>${seconds(all)}</b></div>`).join("");
   } else $("times").innerHTML = "<p>ZB-V has a formula only for enough microbatches: m ≥ 2p-1, without recomputation.</p>";
   const cost = "{{lesson comm/cost.py}}";
   const theory = "{{lesson pipeline_parallel/analysis/theory.py}}";
+  const isAlone = set.dataRanks * set.contextRanks === 1;
   const rows = [
-    ["computing", `m (f + i + w), with f = w = 2 × parameters / p × b s / (operations a second), i = ${set.recompute === "nothing" ? "f" : "2 f: the forward again"}`,
+    ["computing", `m (f + i + w), with f = w = 2 × ${set.experts > 1 ? "parameters that a token uses" : "parameters"} / ${
+      set.tensorRanks > 1 ? "(p t)" : "p"} × ${set.contextRanks > 1 ? "b s/c" : "b s"} / (operations a second), i = ${set.recompute === "nothing" ? "f" : "2 f: the forward again"}`,
       theory, seconds(computing)],
     ["bubble", set.pipelineRanks === 1 ? "no pipeline" : SCHEDULES[schedule].idle, theory,
       makespan === null || set.pipelineRanks === 1 ? "" : `${seconds(idle)}, ${percent(idle / makespan)} of ${seconds(makespan)}`],
-    ["data parallel communication", set.dataRanks === 1 ? "one rank alone" : collectiveWords(), cost, seconds(communication)],
-    ["bytes that a rank sends for it", set.dataRanks === 1 ? "one rank alone" : TRAFFIC[set.stage],
+    ...otherRows(result, cost),
+    ["data parallel communication", isAlone ? "one rank alone" : collectiveWords(), cost, seconds(result.data)],
+    ["bytes that a rank sends for it", isAlone ? "one rank alone" : TRAFFIC[set.stage],
       LESSONS[set.stage], bytes(sent)],
     ["bytes over a boundary of stages", boundaryWords(boundary), "{{lesson pipeline_parallel/messages.py}}",
       boundary === null || set.pipelineRanks === 1 ? "" : bytes(2 * set.microbatches * boundary)],
   ];
   $("time-table").innerHTML = table(["", "formula", "lesson", "in a step"], rows);
+}
+
+/** The rows of what tensor, expert and context ranks send to each other. */
+function otherRows({ tensor, exchange, context, layer }, cost) {
+  const a = `a layer's input: ${set.contextRanks > 1 ? "b s/c" : "b s"} h numbers`;
+  const times = set.recompute === "nothing" ? "" : ", once more for the forward that is computed again";
+  const unknown = "describe the model by its layers to see it";
+  const rows = [
+    [set.tensorRanks, "tensor parallel, waiting", `m layers/p × ${set.experts > 1 ? "(1 + k) 2" : "4"} all-reduces on t ranks of ${a}${times}`,
+      `{{lesson tensor_parallel/expected_traffic.py}}, ${cost}`, tensor],
+    [set.expertRanks, "experts, waiting", `m layers/p × 4 all-to-alls on e ranks of k times ${a}${times}`,
+      `{{lesson expert_parallel/train_moe.py}}, ${cost}`, exchange],
+    [set.contextRanks, "context parallel communication", `m layers/p × 3 (c-1) messages of the keys and values of ${a}${times}`,
+      "{{lesson context_parallel/cost.py}}", context],
+  ];
+  return rows.filter(([ranks]) => ranks > 1).map(([, name, words, lesson, value]) =>
+    [name, layer === null ? unknown : words, lesson, layer === null ? "" : seconds(value)]);
 }
 
 /** "reduce-scatter of G, all-gather of P": the collectives of a step, and the seconds of each. */
@@ -124,5 +166,5 @@ function collectiveWords() {
 function boundaryWords(boundary) {
   if (set.pipelineRanks === 1) return "no pipeline";
   if (boundary === null) return "describe the model by its layers to see them";
-  return `m × b s h numbers (${bytes(boundary)}) forward, and as many backward`;
+  return `m × a microbatch's activations (${bytes(boundary)}) forward, and as many backward`;
 }

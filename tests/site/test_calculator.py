@@ -1,6 +1,8 @@
 """The calculator of memory and step time computes what the lessons' formulas compute."""
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,12 @@ import pytest
 import torch
 
 from comm import cost
-from lab.models.model import GPT, SIZES, GPTConfig
+from context_parallel.makespan import ring_passes
+from expert_parallel.train_moe import Router
+from hybrid_parallel.planner.memory import layer_activations
+from hybrid_parallel.planner.shapes import ModelShape
+from hybrid_parallel.sizes import ParallelSizes
+from lab.models.model import GPT, SIZES, FeedForward, GPTConfig
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
@@ -88,6 +95,76 @@ def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opene
             for rank in range(p):
                 shown = js(opened, f"heldMicrobatches('{schedule}', {p}, {m}, {rank})")
                 assert shown == theory.held(schedule, p, m, chunks, rank), (p, m, rank)
+
+
+def test_experts_take_the_place_of_a_layers_feed_forward(opened):
+    config, experts = GPTConfig(vocab_size=11, block_size=7, num_layers=3, num_heads=2, width=6), 4
+    with torch.device("meta"):
+        model, one = GPT(config), sum(p.numel() for p in FeedForward(config).parameters())
+        router = sum(p.numel() for p in Router(config.width, experts, 2).parameters())
+    of_model = sum(parameter.numel() for parameter in model.parameters())
+    sizes = json.dumps({"layers": 3, "width": 6, "vocabulary": 11, "context": 7, "experts": experts})
+    assert js(opened, f"expertParametersOf({sizes})") == 3 * experts * one
+    assert js(opened, f"denseParametersOf({sizes})") == of_model - 3 * one + 3 * router
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("experts", [1, 8])
+@pytest.mark.parametrize("context", [1, 2])
+def test_activations_and_waiting_are_those_of_the_planner(opened, tensor: int, experts: int, context: int):
+    active, link = 2 if experts > 1 else 1, "{alpha: 20e-6, beta: 8e-11}"
+    shape = ModelShape(3, 64, 8, 100, 32, dropout=True, experts=experts, active_experts=active)
+    for by_tokens, keeps in product((False, True), repeat=2):
+        sizes = ParallelSizes(tensor=tensor, context=context, sequence_parallel=by_tokens, precision="bf16")
+        settings = {
+            "batch": 3, "sequence": 32, "width": 64, "heads": 8, "precision": "bf16", "keepsAttention": keeps,
+            "tensorRanks": tensor, "contextRanks": context, "expertRanks": 4, "sequenceParallel": by_tokens,
+            "experts": experts, "activeExperts": active,
+        }  # fmt: skip
+        given, tokens = json.dumps(settings), 3 * 32 / context
+        kept = layer_activations(replace(shape, fused_attention=not keeps), sizes)
+        assert js(opened, f"layerActivations({given})") == pytest.approx(tokens * kept)
+    stream = round(tokens * 64 * 2)
+    one = cost.seconds("all_reduce", "ring", stream, tensor, LINK)
+    assert js(opened, f"tensorSeconds({given}, {link})") == pytest.approx(shape.reductions * one)
+    there = cost.seconds("all_to_all", "pairwise", stream * active, 4, LINK) * (experts > 1)
+    assert js(opened, f"expertSeconds({given}, {link})") == pytest.approx(2 * there)
+    message = LINK.alpha + LINK.beta * 2 * stream / tensor
+    forward, backward = ring_passes([0.0] * context, message)
+    shown = js(opened, f"contextSeconds({given}, {link})")
+    assert [shown, 2 * shown] == pytest.approx([forward, backward])
+
+
+def test_all_axes_divide_what_a_rank_holds(browser: Browser, page: Path):
+    axes = "dataRanks=8&pipelineRanks=2&tensorRanks=4&contextRanks=2&experts=8&activeExperts=2&expertRanks=4"
+    browser.open(page, f"layers=32&heads=32&width=4096&{axes}")
+    shown = js(browser, "[results(set), denseParametersOf(set), expertParametersOf(set)]")
+    result, dense, experts = shown
+    of_rank = [(dense / 8, 16), (experts / 32, 4)]  # parameters, and the ranks that hold the same ones
+    held = [zero_memory.formula(1, zero_memory.Held(2 * n, 2 * n, 12 * n), ranks) for n, ranks in of_rank]
+    assert result["ranks"] == 128
+    assert list(result["stages"][1].values()) == pytest.approx(
+        [sum(each.parameters for each in held), sum(each.gradients for each in held),
+         sum(each.optimizer_state for each in held)]
+    )  # fmt: skip
+    assert cell(browser, "time", "experts, waiting") and cell(browser, "time", "tensor parallel, waiting")
+    assert cell(browser, "time", "context parallel communication").endswith("ms")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("contextRanks=3", "context c: give a number that divides the 1024 tokens of a text."),
+        ("tensorRanks=2", "tensor t: give a number that divides the 25 heads."),
+        ("experts=6&expertRanks=4", "expert e: give a number that divides the 6 experts."),
+        ("experts=6&activeExperts=7", "experts of a token k: give at most 6, the number of experts."),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_a_sentence(
+    browser: Browser, page: Path, settings: str, said: str
+):
+    browser.open(page, settings)
+    assert browser.js("complaint.textContent") == said
 
 
 @pytest.mark.parametrize("stage", range(4))
