@@ -139,4 +139,4 @@ def test_a_section_tests_the_belief_by_a_run(belief, result, name, heading):
     code = "\n".join(cell.source for cell in section if cell.cell_type == "code")
     assert " = predict(" in code and ".compare(" in code
     for number in re.findall(r"`([\d.]+)`", result):
-        assert number in outputs_of(section)
+        assert re.search(rf"(?<![\d.]){number}(?![\d.])", outputs_of(section)), number
