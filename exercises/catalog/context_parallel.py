@@ -58,21 +58,21 @@ EXERCISES = (
         doc="""
             Return the cut of a sequence in which each rank has an early and a late chunk.
 
-            `_chunks(length, number)` returns the slices of `number` chunks of almost equal lengths, in
-            order. `cls` takes one tuple of slices for each rank: first its early chunk, then its late one.
-            All ranks shall have equally much to compute under a causal mask.
+            `cls` takes one tuple of slices for each rank: first its early chunk, then its late one. All ranks
+            shall have equally much to compute under a causal mask.
         """,
         docs={
             "parts": """
                 Yield the parts of the attention of a rank's queries to the keys of rank `source`.
 
-                `self._placed(rank)` yields the chunks of a rank: a slice of the sequence's positions, and a
-                slice that says where the chunk lies among the rank's own tokens. A Part takes the second
-                kind, and chunks are compared by the first. Leave out parts whose keys are all later than
-                their queries. If `documents` is given, `_masked(part, documents, own, visiting)` yields the
-                part with its mask, or nothing; `own` and `visiting` are the positions.
+                Parts whose keys are all later than their queries are left out. If `documents` is given, a
+                part has a mask, or is left out.
             """,
         },
+        helps=(
+            "self._placed(rank) -> Iterator[tuple[slice, slice]]\n    "
+            "A rank's chunks: their positions in the sequence, and their places among its own tokens.",
+        ),
         hints=(
             "A query attends to all tokens before it. So the work of a chunk grows with its position: the "
             "first chunk has least, the last chunk most. Which two of 2n chunks have together as much as "
@@ -89,7 +89,6 @@ EXERCISES = (
         title="The ring of keys and values",
         notebook=NOTEBOOK,
         target="context_parallel.train_ring_attention.RingAttention.forward",
-        also=("context_parallel.train_ring_attention.visits",),
         tests=(
             NARRATED + "test_ring_attention_equals_one_process",
             EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[1]",
@@ -102,76 +101,24 @@ EXERCISES = (
         doc="""
             Return the attention of this rank's queries to the keys of all ranks, in the queries' shape.
 
-            `q` is (b, h, t, e); `k` and `v` may have fewer heads. `visits` yields the keys and values of
-            each rank in turn. For each of them `sequence.parts(source)` lists parts, each with slices
-            `queries` and `keys` of the tokens, and `sequence.kernel.attend(q, k, v, part)`, called with
-            these tokens only, returns what the queries find there and its log-sum-exp. Join it to what they
-            have found before: begin with zeros and a log-sum-exp of NO_KEY, both at least float32. Save q,
-            k, v, the result in q's dtype and its log-sum-exp with ctx.save_for_backward, and the sequence
-            as ctx.sequence.
-        """,
-        docs={
-            "visits": """
-                Yield the keys and values of each rank, own first, while the next ones are on their way.
-
-                `kv` (2, b, h, t, e) has those of this rank. Each item is the rank that they come from, and
-                the tensor. `InFlightShift(outgoing, incoming, sequence.group)` starts a message to the
-                right neighbour and one from the left; `sequence.block_like(kv, source)` makes an empty
-                tensor for what rank `source`, modulo the number of ranks, has. `arrived` waits, and returns
-                it. After the last rank nothing is sent.
-            """,
-        },
-        helps=("sequence.size: int\n    The number of ranks.",),
-        hints=(
-            "Rank r has its own keys first, then those of its left neighbour r-1, and so on: in step s "
-            "those of rank (r - s) modulo n. What it has goes to the right in each step but the last.",
-            "Start the messages before you yield, and wait for them after it: then they travel while the "
-            "caller computes. What arrives has the length of rank source - 1.",
-            "In forward: for source, kv in visits(torch.stack([k, v]), sequence), for each part: attend "
-            "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign join(...) "
-            "to these rows of y and lse.",
-        ),
-    ),
-    Exercise(
-        name="ring_attention_backward",
-        title="Gradients that follow their keys",
-        notebook=NOTEBOOK,
-        target="context_parallel.train_ring_attention.RingAttention.backward",
-        tests=(
-            NARRATED + "test_ring_attention_equals_one_process",
-            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[1]",
-            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[2]",
-            EQUAL + "test_attention_and_its_gradients_equal_one_process_under_any_mask[4]",
-            EQUAL + "test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token[3]",
-        ),
-        difficulty=5,
-        minutes=60,
-        needs=("ring_attention_forward",),
-        doc="""
-            Return the gradients of q, k and v, and None for the sequence.
-
-            `visits` brings the keys and values of each rank once more. For each part
-            `sequence.kernel.backward(dy, q, k, v, y, lse, part)`, called with the part's tokens only,
-            returns its terms of the gradients of q, k and v; `y` and `lse` are those over all keys, as
-            saved. The gradient of q stays here. That of a rank's keys and values is a sum over the queries
-            of all ranks: it travels behind them with `InFlightShift` and `arrived`, as they do in `visits`,
-            and the last rank that has these keys sends it to the rank that they belong to.
+            `q` is (b, h, t, e); `k` and `v` may have fewer heads. Results are added up in at least float32.
+            The backward expects q, k, v, the result in q's dtype and its log-sum-exp as saved tensors, and
+            `ctx.sequence`.
         """,
         helps=(
-            "sequence.parts(source) -> list[Part]\n    The attention to the keys of rank `source`, in parts.",
-            "sequence.block_like(kv, source) -> Tensor\n    An empty tensor for keys and values of a rank.",
-            "sequence.group: Group",
+            "sequence.parts(source) -> list[Part]\n    "
+            "The attention to a rank's keys, in parts: slices part.queries and part.keys of the tokens.",
+            "sequence.kernel.attend(q, k, v, part) -> tuple[Tensor, Tensor]\n    "
+            "What the part's queries find among its keys, and their log-sum-exp.",
         ),
         hints=(
-            "Follow the keys of one rank. They visit the ranks to its right, one after the other. Each of "
-            "them has a term of their gradient. Which neighbour of the last one is their home?",
-            "In step s a rank computes the terms for keys that its left neighbour had in step s - 1. So it "
-            "waits for the sum of that rank, adds its own terms, and sends the sum to the right: to the "
-            "rank that has these keys next, or, after the last step, to their home. The terms for its own "
-            "keys, in step 0, need not travel: they wait for what comes home.",
-            "After each step but the first: if something is under way, dkv += arrived(it); then start "
-            "InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group). After the loop, if "
-            "something is under way, add it to the terms of step 0. With one rank nothing is.",
+            "The queries stay, and keys and values visit them. What must a rank keep of a block when it "
+            "has gone?",
+            "A query's result over several blocks is joined from theirs: begin with zeros and a log-sum-exp "
+            "of NO_KEY, which is that of no key.",
+            "For source, kv in visits(torch.stack([k, v]), sequence), for each part: attend "
+            "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign join(...) "
+            "to these rows of y and lse.",
         ),
     ),
     Exercise(
@@ -190,10 +137,8 @@ EXERCISES = (
         doc="""
             Send each of n ranks its heads of this rank's tokens; return (b, h, all tokens, e) of own heads.
 
-            `x_bnhte` is (batch, ranks, heads of a rank, own tokens, e). `exchange_shards(x, dim, group,
-            sent, received)` is a differentiable all-to-all along `dim`: it sends the first sent[0] entries
-            to rank 0, and so on, and returns what arrives, in the order of the ranks. `sequence.lengths`
-            has the number of tokens of each rank, and the ranks' tokens are in the order of the sequence.
+            `x_bnhte` is (batch, ranks, heads of a rank, own tokens, e). The ranks' tokens are in the order of
+            the sequence.
         """,
         docs={
             "all_heads_of_own_tokens": """
@@ -202,7 +147,10 @@ EXERCISES = (
                 `y_bhte` has all tokens of this rank's heads.
             """,
         },
-        helps=("sequence.size: int\n    The number of ranks.",),
+        helps=(
+            "sequence.size: int, sequence.lengths: list[int]\n    "
+            "The number of ranks, and of each rank's tokens.",
+        ),
         hints=(
             "An all-to-all cuts a tensor along one dim, and joins what arrives along the same dim. What "
             "must lie along that dim, so that a chunk of it goes to one rank as a whole?",

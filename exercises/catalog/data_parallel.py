@@ -29,10 +29,15 @@ EXERCISES = (
         doc="""
             Return an iterator over the indices of this rank's share, in this epoch's order.
 
-            `self._total` is the length of all shares together. If it is less than `self.num_examples`, the
-            last examples are left out; if it is more, the first ones are repeated, as often as necessary.
+            If all shares together are shorter than the list of examples, the last examples are left out. If
+            they are longer, the first ones are repeated, as often as necessary.
         """,
-        helps=("self.seed: int, self.world_size: int",),
+        helps=(
+            "self.num_examples: int",
+            "self.world_size: int, self.rank: int",
+            "self.seed: int, self.epoch: int",
+            "self._total: int\n    The length of all shares together.",
+        ),
         hints=(
             "All ranks must have the same order, which differs from epoch to epoch. What do all ranks know?",
             "torch.randperm takes a generator: torch.Generator().manual_seed(self.seed + self.epoch). A rank "
@@ -56,13 +61,17 @@ EXERCISES = (
         difficulty=1,
         minutes=15,
         doc="""
-            Average the gradients, parameter by parameter, over the ranks of `self.group`.
+            Average the gradients, parameter by parameter, over the ranks of the group.
 
-            `self.module` is the model. Frozen parameters are left out. A rank has used a parameter if its
-            `.grad` is not None; where it did not, it contributes zeros. The `op` of all_reduce may be "sum",
-            "mean" or "max", and `pattern=self.pattern` chooses its algorithm. At the end call
-            `self._guard.expect_gradients()`: the guard refuses an optimizer's step before that.
+            Frozen parameters are left out. A rank has used a parameter if its `.grad` is not None. Where it
+            did not, it contributes zeros, and gets the mean too.
         """,
+        helps=(
+            "self.module: nn.Module",
+            "self.group: Group, self.pattern: str | None\n    They are passed on to all_reduce.",
+            "self._guard.expect_gradients()\n    "
+            "Say that the gradients are complete; a step before is refused.",
+        ),
         hints=(
             "A frozen parameter does not require a gradient. What happens if one rank calls all_reduce for a "
             "parameter, and another rank, which did not use it, does not?",
@@ -113,22 +122,21 @@ EXERCISES = (
         doc="""
             Start to average the gradient of a parameter, and return while it travels.
 
-            A hook calls this in the backward when the gradient is complete, and finish_gradient_sync for a
-            parameter that this rank did not use: then it contributes zeros. Append the handle of the
-            all-reduce to the list `self.in_flight`. When the message has arrived, the gradient must be the
-            mean over the ranks of `self.group`. `span` only notes the launch in a trace; you may leave it
-            out.
+            Hooks call it in the backward, and finish_gradient_sync for a parameter that this rank did not
+            use: then the rank contributes zeros. When the message has arrived, the gradient is the mean over
+            the ranks.
         """,
         docs={
             "finish_gradient_sync": """
-                Start the all-reduces that no hook has started, and wait for all of them.
-
-                `self._to_launch` is a deque of the parameters that have not been launched, in the order of
-                the launches. At the end call `self._expect_gradients()`, which prepares for the next
-                backward.
+                Return when all gradients are means over the ranks, also those that no hook has launched.
             """,
         },
-        helps=("self.pattern: str | None\n    The pattern of the collective.",),
+        helps=(
+            "self.group: Group, self.pattern: str | None",
+            "self.in_flight: list[Work]\n    The all-reduces that have been launched.",
+            "self._to_launch: deque[nn.Parameter]\n    Those that are left, in the order of all ranks.",
+            "self._expect_gradients()\n    Prepare for the next backward.",
+        ),
         hints=(
             "With async_op=True, all_reduce returns at once with a handle, and handle.wait() waits for the "
             "end. A hook that waits stops the backward: then nothing is hidden.",
@@ -158,12 +166,18 @@ EXERCISES = (
         doc="""
             Run as a hook in the backward: the gradient of `parameter` holds the sum over microbatches.
 
-            Ranks pair their all-reduces by the order of the calls, so all ranks must launch the parameters of
-            `self._to_launch`, a deque, in its order, each once and as early as possible.
-            `self._launch(parameter)` launches one, and the set `self._complete` is yours. Return at once if
-            `self._guard.note_arrival(parameter)` is False: there is no gradient. Return also if
-            `self._guard.is_synchronising` is False: then this is not the last microbatch.
+            Ranks pair their all-reduces by the order of the calls. So all ranks must launch the parameters in
+            one order, each once and as early as possible, and in the last microbatch only.
         """,
+        helps=(
+            "self._to_launch: deque[nn.Parameter]\n    "
+            "Those that have not been launched, in the order of all ranks.",
+            "self._launch(parameter)\n    Start the all-reduce of a gradient.",
+            "self._complete: set[nn.Parameter]\n    It is empty before a backward, and yours.",
+            "self._guard.note_arrival(parameter) -> bool\n    "
+            "Tell the guard; False says that there is no gradient, and nothing to do.",
+            "self._guard.is_synchronising: bool\n    Whether this is the last microbatch.",
+        ),
         hints=(
             "A gradient that is complete early waits for all those before it. Which parameter is the next "
             "one to be launched?",
@@ -216,10 +230,9 @@ EXERCISES = (
         doc="""
             Make a flat tensor of zeros, with a place for the gradient of each parameter.
 
-            Set `self.flat`; `self.views`, a dict from each parameter to the view of its place, with the shape
-            of the parameter and the strides that autograd gives to its gradient, which are those of
-            torch.empty_like(parameter); and `self.missing`, a set of all parameters. All parameters have one
-            dtype and device.
+            A view has the shape of its parameter, and the strides that autograd gives to its gradient, which
+            are those of torch.empty_like(parameter). All parameters have one dtype and device, and at first
+            all gradients are missing.
         """,
         docs={
             "move_in": """
@@ -230,6 +243,11 @@ EXERCISES = (
                 zero.
             """,
         },
+        helps=(
+            "self.flat: Tensor\n    To set: the flat tensor.",
+            "self.views: dict[nn.Parameter, Tensor]\n    To set: the view of each parameter's place.",
+            "self.missing: set[nn.Parameter]\n    To set: those whose gradient is not there yet.",
+        ),
         hints=(
             "tensor.split(sizes) returns views, one for each size, and view.as_strided(shape, strides) shows "
             "the same memory in another form. Nothing is copied: who writes to a view, writes to the bucket.",
@@ -238,42 +256,6 @@ EXERCISES = (
             "tells the two apart.",
             "In move_in: if grad is None, view.zero_(). Otherwise, if grad is not the view, "
             "view.copy_(grad). In the end parameter.grad = view.",
-        ),
-    ),
-    Exercise(
-        name="bucket_launch",
-        title="Launching complete buckets",
-        notebook="05_overlap_and_buckets",
-        target="data_parallel.train_bucket_overlap.BucketDataParallel._on_gradient",
-        tests=(
-            NARRATED + "test_bucket_overlap_equals_one_process",
-            ANOTHER_ORDER,
-            SOME_USE,
-            OVERLAP
-            + "test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch",
-            IN_THE_BACKWARD,
-        ),
-        difficulty=3,
-        minutes=25,
-        needs=("bucket_views", "launch_order"),
-        doc="""
-            Run as a hook when a backward has added its gradient of this parameter.
-
-            Return if `self._guard.note_arrival(parameter)` is False. `self._bucket_of` has the bucket of each
-            parameter, and its set `missing` the parameters whose gradients are not there. Move the gradient
-            into the bucket. If `self._guard.is_synchronising`, launch what can be launched: `self._to_launch`
-            is a deque of the buckets that are left, in order, and `self._launch(bucket)` launches one.
-        """,
-        helps=(
-            "bucket.move_in(parameter)\n    Make the gradient a view of this bucket, zero if it is missing.",
-        ),
-        hints=(
-            "A bucket is complete when none of its parameters is missing. Which other buckets must have "
-            "been launched before it?",
-            "Move the gradient in with bucket.move_in(parameter), in all microbatches. Outside of the last "
-            "one nothing is removed from bucket.missing, and nothing launched.",
-            "Remove the parameter from bucket.missing. Then launch self._to_launch.popleft() as long as the "
-            "first bucket that is left has nothing missing.",
         ),
     ),
 )

@@ -34,10 +34,10 @@ EXERCISES = (
                 Add to each token of `y_td` what its experts have made of it, times their weights.
 
                 `y_ad` has what came back, one row for each assignment, in the order of `assignments`.
-                `weights_tk` has the weight of each choice of each token. `self.moe.top_k` is k. A dropped
-                token gets nothing.
+                `weights_tk` has the weight of each choice of each token. A dropped token gets nothing.
             """,
         },
+        helps=("self.moe.top_k: int\n    The number k of choices of a token.",),
         hints=(
             "Each token has k numbers in experts_tk. Flattened, number i belongs to token i // k. Sort "
             "these positions by the expert that stands there. What keeps the tokens of one expert in order?",
@@ -65,13 +65,17 @@ EXERCISES = (
         doc="""
             Give each parameter the gradient that one process has for the batch of all ranks.
 
-            `self.dense` are the parameters that every rank holds, and `self.experts` those of this rank's
-            experts. `average_gradients(parameters, group)` replaces gradients by their mean over a group.
-            Frozen parameters have none. `self.groups` has `everyone`, all ranks; `experts`,
-            the ranks that share the experts; `replicas`, those that hold the same ones; and
-            `num_expert_ranks`. Each rank's loss is the mean over its own tokens. At the end call
-            `self._guard.expect_gradients()`: the guard refuses an optimizer's step before that.
+            Each rank's loss is the mean over its own tokens. Frozen parameters have no gradient.
         """,
+        helps=(
+            "self.dense: list[nn.Parameter], self.experts: list[nn.Parameter]\n    "
+            "What every rank holds, and what this rank's experts have.",
+            "self.groups.everyone, self.groups.experts, self.groups.replicas: Group\n    "
+            "All ranks; those that share the experts; those that hold the same ones.",
+            "self.groups.num_expert_ranks: int",
+            "self._guard.expect_gradients()\n    "
+            "Say that the gradients are complete; a step before is refused.",
+        ),
         hints=(
             "The loss of one process is the mean of the ranks' losses. So the gradient of what all ranks "
             "hold is the mean over ranks. Which ranks' tokens has an expert already seen in this backward?",

@@ -29,11 +29,14 @@ EXERCISES = (
             Its keys are "pipeline", "data", "context" and "tensor". The ranks of a tensor group are
             neighbours, because they send the most, and a launcher numbers the ranks of one machine one after
             the other. After them come the ranks with other tokens of the same examples (context), then those
-            with other examples (data), and then the next stage. `sizes.pipeline`, `sizes.data`,
-            `sizes.context` and `sizes.tensor` are the numbers of places. With 2 x 2 x 1 x 2 ranks, rank 5 has
-            the places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
+            with other examples (data), and then the next stage. With 2 x 2 x 1 x 2 ranks, rank 5 has the
+            places {"pipeline": 1, "data": 0, "context": 0, "tensor": 1}.
         """,
-        helps=("sizes.world_size: int\n    The number of ranks: the product of the axes.",),
+        helps=(
+            "sizes.pipeline, sizes.data, sizes.context, sizes.tensor: int\n    "
+            "How many places each axis has.",
+            "sizes.world_size: int\n    The number of ranks: the product of the axes.",
+        ),
         hints=(
             "Think of a clock: hours, minutes, seconds. The place along the tensor axis changes with every "
             "rank, the place along the context axis each time that the tensor axis begins again, and so on.",
@@ -60,12 +63,16 @@ EXERCISES = (
         doc="""
             Complete the gradients of the backwards: over stages, over replicas, over tensor ranks.
 
-            `self.pipeline`, `self.data` and `self.terms` are objects of lessons 4, 2 and 3, or None where
-            there is nothing to complete. Their method `finish_gradient_sync()` completes the gradients: over
-            the stages of a pipeline, over the replicas, which differ along the data and context axes, and
-            over the ranks of the tensor axis. With ZeRO, `self.data` leaves this rank's shard of a gradient
-            only, so the order of the three matters.
+            With ZeRO, a rank has only its shard of a gradient after the mean over replicas, so the order of
+            the three matters.
         """,
+        helps=(
+            "self.pipeline: OwnStages | None",
+            "self.data: nn.Module | None\n    The replicas, which differ along the data and context axes.",
+            "self.terms: TensorParallel | None\n    The ranks of the tensor axis.",
+            "each.finish_gradient_sync()\n    "
+            "Complete the gradients in this axis. None: there is nothing to complete.",
+        ),
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
             "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
@@ -93,12 +100,16 @@ EXERCISES = (
         doc="""
             Return the parameters of this rank whose gradients another rank of its replica counts.
 
-            `pipeline` and `tensor` are None for an axis of one rank. The keys of `tensor.dims` are the names
-            of the parameters that the ranks of `tensor.group` divide; of all others each of these ranks has
-            the full gradient. `tensor.module.named_parameters(remove_duplicate=False)` gives this rank's
-            names and parameters. `pipeline.later_copies()` returns the parameters that an earlier stage also
-            has.
+            `pipeline` and `tensor` are None for an axis of one rank.
         """,
+        helps=(
+            "tensor.group: Group, tensor.module: nn.Module",
+            "tensor.dims: dict[str, tuple[int, int]]\n    "
+            "The parameters that the ranks of the group divide, by name; all others each has in full.",
+            "pipeline.later_copies() -> set[nn.Parameter]\n    Those that an earlier stage also has.",
+            "module.named_parameters(remove_duplicate=False)\n    "
+            "All names, also the second one of a tied parameter.",
+        ),
         hints=(
             "The norm is the root of the sum of all squares, and a sum may be computed in parts: each rank "
             "adds the squares that it alone has, and the ranks add up these sums. So which of two ranks with "

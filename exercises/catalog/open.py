@@ -106,7 +106,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=90,
-        needs=("open_naive", "bucket_launch"),
+        needs=("open_naive", "bucket_views", "launch_order"),
         stub='''
             import torch
             from torch import nn
@@ -136,7 +136,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="open_zero1",
+        name="zero1",
         title="ZeRO 1 from nothing",
         notebook="06_zero_and_fsdp",
         target="zero.train_zero1.ZeroOptimizer",
@@ -148,7 +148,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=75,
-        needs=("zero1",),
+        needs=("zero_shards",),
         stub='''
             import torch
 
@@ -182,7 +182,48 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="open_zero3",
+        name="zero2",
+        title="ZeRO 2 from nothing",
+        notebook="06_zero_and_fsdp",
+        target="zero.train_zero2.ZeroGradientOptimizer",
+        tests=_tests(
+            "zero",
+            "zero_2_trains_as_one_process",
+            "zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce",
+            "zero_2_trains_odd_models_with_microbatches_on_three_ranks",
+        ),
+        difficulty=3,
+        minutes=45,
+        needs=("zero1",),
+        stub='''
+            import torch
+
+            from comm.collectives import all_gather, broadcast, reduce_scatter
+
+
+            class ZeroGradientOptimizer:
+                """Does what the optimizer of ZeRO 1 does, and keeps an n-th of the gradients only.
+
+                Its methods are those of the exercise zero1. Between steps a rank has the parameters and, of
+                the gradients and of the optimizer's state, its n-th. So a gradient of the model is freed when
+                its part of the mean has reached the rank that owns it, at the latest in
+                finish_gradient_sync().
+                """
+
+                def __init__(self, params, optimizer_class, group=None, **defaults):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "What holds memory for a gradient? Everything that still refers to it: the parameter's grad, "
+            "a flat tensor, a view of one.",
+            "A view keeps the whole flat tensor alive. This rank's part of the mean is a tensor of its own.",
+            "Make the flat tensor of gradients in finish_gradient_sync(), reduce-scatter it into a new "
+            "tensor of an n-th, and set the gradients of the parameters to None. Better: bucket by bucket, "
+            "with a hook, so that never more than a few buckets are alive.",
+        ),
+    ),
+    Exercise(
+        name="zero3",
         title="ZeRO 3 from nothing",
         notebook="06_zero_and_fsdp",
         target="zero.train_zero3.FullyShardedDataParallel",
@@ -194,7 +235,7 @@ EXERCISES = (
         ),
         difficulty=5,
         minutes=120,
-        needs=("open_zero1", "zero3"),
+        needs=("zero2",),
         stub='''
             import torch
             from torch import nn
@@ -284,7 +325,7 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="open_gpipe",
+        name="gpipe_by_hand",
         title="A pipeline from nothing",
         notebook="08_pipelines",
         target="pipeline_parallel.train_afab.AllForwardAllBackward",
@@ -296,7 +337,7 @@ EXERCISES = (
         ),
         difficulty=4,
         minutes=75,
-        needs=("gpipe_by_hand",),
+        needs=("pipeline_gpipe",),
         stub='''
             import torch
             from torch import nn
@@ -379,7 +420,7 @@ EXERCISES = (
         ),
         difficulty=5,
         minutes=120,
-        needs=("ring_attention_forward", "ring_attention_backward"),
+        needs=("ring_attention_forward",),
         helps=(
             "sequence.rank: int, sequence.size: int\n    This rank's number, and the number of ranks.",
             "sequence.cut.positions(rank) -> Tensor\n    The positions of a rank's tokens in the sequence.",

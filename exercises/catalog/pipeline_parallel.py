@@ -71,47 +71,6 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="gpipe_by_hand",
-        title="GPipe by hand",
-        notebook="08_pipelines",
-        target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
-        tests=(
-            NARRATED + "test_gpipe_by_hand_equals_one_process",
-            "tests/pipeline_parallel/test_equivalence.py::test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables[2]",
-        ),
-        difficulty=4,
-        minutes=50,
-        needs=("pipeline_gpipe",),
-        doc="""
-            Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
-
-            The first rank uses the batch's input `x`, and the last rank its targets `y`. Both are divided
-            along dim 0 into `self.microbatches`, after `self.begin_step(x, y)` has validated them.
-            `self.stages[str(self.rank)]` is this rank's stage: `stage(x)` is its output, and on the last rank
-            `stage(x, target)` the mean loss. `self.room_for(s)` is memory for the input of stage s or its
-            gradient. `isend(tensor, peer)` starts a send, and `recv(tensor, peer)` receives. Compute in
-            `with span(str(i), kind, action=letter, microbatch=i, stage=self.rank)`: "forward" and "F" for a
-            forward, "backward" and "B" for a backward.
-        """,
-        helps=(
-            "transfer.wait()\n    Block until the message has arrived, or has left.",
-            "self.device: torch.device",
-            "self.shares: list[float]\n    Each microbatch's share of the loss: 1 / self.microbatches if all "
-            "targets count.",
-        ),
-        hints=(
-            "First all forwards. For each microbatch a rank needs its input, a chunk of x or what the rank "
-            "before has sent; it computes, and sends the output on, or computes the loss. Keep the input "
-            "and the output: the backward needs both.",
-            "A received tensor is a leaf: call requires_grad_() on it, so that autograd computes its "
-            "gradient, which the rank before needs. Send made.detach().contiguous(). A loss is multiplied by "
-            "its microbatch's share.",
-            "Then all backwards, in the same order: made.backward(gradient), where the gradient has come "
-            "from the rank after, or is None on the last rank. Send given.grad to the rank before. Drop "
-            "what was kept, and wait for all sends at the end.",
-        ),
-    ),
-    Exercise(
         name="pipeline_1f1b",
         title="The table of 1F1B",
         notebook="08_pipelines",
@@ -142,12 +101,8 @@ EXERCISES = (
             and a rank holds at most p-r microbatches, however many there are. The backwards that are left are
             the cooldown. Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2
             B3.
-
-            A table is a list with one row for each rank. `row = _Row()` makes an empty row;
-            `row.add("F", stage)` appends the next forward, and `row.add("FB", stage)` the next forward and
-            the next backward; `row.actions` is the row for the table. First call `_check(stages=stages,
-            microbatches=microbatches)`, which raises for a number below 1.
         """,
+        helps=ROW,
         hints=(
             "A row has three phases: forwards only; a forward and a backward in turn; backwards only. How "
             "many forwards does the last rank need before its first backward?",
@@ -277,8 +232,8 @@ EXERCISES = (
 
             A receive is posted before the action that is `ahead` actions before the one that needs the
             message, or earlier, so that the receives from a rank are posted in the order of its sends: its
-            k-th send meets the k-th receive, and with another order both ranks would wait. Stages of one
-            rank send each other nothing. `placement(table)` has the rank of each stage.
+            k-th send meets the k-th receive, and with another order both ranks would wait. Stages of one rank
+            send each other nothing.
         """,
         helps=("message.receiver: int\n    The stage that receives it.",),
         hints=(
@@ -316,13 +271,15 @@ EXERCISES = (
             "backward": """
                 Return the gradients for `later`, x, weight and bias; all but that of x are None.
 
-                If the weight or the bias needs a gradient, do not compute it, but append a function without
-                arguments to the list `ctx.later`. The function runs later, and adds to the gradients of
-                weight and bias. `add_to(parameter, gradient)` adds to a gradient or begins it. The gradient
-                of x is None if x needs none: ctx.needs_input_grad tells, in the order of forward's arguments
-                after `ctx`.
+                The gradients of weight and bias are not computed here, but by a function that runs later. The
+                gradient of x is None if x needs none, and nothing is left for later if neither weight nor
+                bias needs one.
             """,
         },
+        helps=(
+            "ctx.later: list[Callable[[], None]]\n    The functions that run later.",
+            "ctx.needs_input_grad: tuple[bool, ...]\n    Of forward's arguments after ctx.",
+        ),
         hints=(
             "y = x W^T + b, and dy is the gradient of y. The gradient of x is dy W. It is all that the "
             "stage before waits for.",

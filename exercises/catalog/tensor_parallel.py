@@ -26,10 +26,8 @@ EXERCISES = (
         doc="""
             Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once.
 
-            Each layer has this rank's n-th of the outputs: `weight`, `bias`, which may be None, `group`,
-            `sequence_parallel` and `overlap`. If `overlap`, return OverlappedColumn.apply(x, group,
-            sequence_parallel, *weights, *biases), with x, weights and biases as `as_autocast(x, *weights,
-            *biases)` returns them. Otherwise make the full input, once.
+            Each layer has this rank's n-th of the outputs. If `layer.overlap`, OverlappedColumn does all of
+            it. Otherwise the full input is made once for all layers.
         """,
         docs={
             "full_input": """
@@ -40,6 +38,11 @@ EXERCISES = (
                 term of it.
             """,
         },
+        helps=(
+            "layer.weight: nn.Parameter, layer.bias: nn.Parameter | None",
+            "layer.group: Group, layer.sequence_parallel: bool, layer.overlap: bool",
+            "OverlappedColumn.apply(x, group, sequence_parallel, *weights, *biases) -> tuple[Tensor, ...]",
+        ),
         hints=(
             "A rank computes its own outputs from the full input and its part of the weight: F.linear, "
             "without any other rank. What is the gradient of x that it finds alone?",
@@ -67,11 +70,13 @@ EXERCISES = (
         doc="""
             Return the layer's full output from this rank's n-th of the inputs.
 
-            With `self.sequence_parallel` a rank gets the output for its tokens only, which are divided along
-            TIME, dim 1 of x: `scatter_sums` reduces and scatters. Otherwise every rank gets the output for
-            all tokens: `sum_over_ranks`. `self.bias` may be None.
+            With sequence parallelism a rank gets the output for its tokens only, which are divided along
+            TIME, dim 1 of x. Otherwise every rank gets the output for all tokens.
         """,
-        helps=("self.group: Group, self.weight: nn.Parameter",),
+        helps=(
+            "self.weight: nn.Parameter, self.bias: nn.Parameter | None",
+            "self.group: Group, self.sequence_parallel: bool",
+        ),
         hints=(
             "This rank's inputs times this rank's part of the weight give a term of every output. The output "
             "is the sum of the terms of all ranks.",
@@ -97,11 +102,13 @@ EXERCISES = (
         doc="""
             Return the embeddings of tokens, of which each rank holds an n-th of the vocabulary.
 
-            `own_rows` returns for each token its row in this rank's weight, and whether it has one; a token
-            that another rank holds gets row 0. With `self.sequence_parallel` a rank gets the embeddings of
-            its tokens only, which are divided along TIME.
+            With sequence parallelism a rank gets the embeddings of its tokens only, which are divided along
+            TIME.
         """,
-        helps=("self.group: Group, self.vocab_size: int",),
+        helps=(
+            "self.weight: nn.Parameter\n    This rank's rows.",
+            "self.group: Group, self.vocab_size: int, self.sequence_parallel: bool",
+        ),
         hints=(
             "A rank can look up only the tokens whose rows it holds. What must it contribute for the others, "
             "so that the sum over ranks is right?",
@@ -172,21 +179,21 @@ EXERCISES = (
         needs=("column_parallel", "row_parallel"),
         doc="""
             Return the parameters whose gradient on this rank comes from this rank's tokens only.
-
-            `self.dims` has the names of the parameters that are divided among the ranks. `self.module` names
-            its parameters as they are in `self.dims`.
         """,
         docs={
             "finish_gradient_sync": """
                 Add up the gradients of which each rank has one term; complete ones stay as they are.
 
-                A hook has multiplied each term by the number of ranks. `average_gradients(parameters,
-                self.group)` replaces gradients by their mean over the ranks, in one message. Where
-                `self.held` is not None, it has this rank's shard of each parameter that ZeRO has divided
-                along another axis: average the gradients of these. It lacks parameters that are frozen.
+                A hook has multiplied each term by the number of ranks.
             """,
         },
-        helps=("self.sequence_parallel: bool",),
+        helps=(
+            "self.module: nn.Module, self.group: Group, self.sequence_parallel: bool",
+            "self.dims: dict[str, tuple[int, int]]\n    "
+            "By their names in the module, the parameters that the ranks divide.",
+            "self.held: dict[nn.Parameter, Tensor] | None\n    "
+            "With ZeRO, the shards of trained parameters: theirs are the gradients.",
+        ),
         hints=(
             "With sequence parallelism a rank normalises its own tokens, adds the row layers' biases to its "
             "own tokens, and embeds positions of its own tokens. Which parameters are these? All that every "

@@ -17,6 +17,8 @@ from lab.ranks.waiting import drawn
 
 _NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
 ranks.describe = compared_in  # a rank that fails says what it has compared
+LIMITS = {"==": "", "<=": "at most ", "<": "less than ", ">=": "at least ", ">": "more than "}
+_TRAFFIC = re.compile(r"Traffic\(bytes_sent=(\d+), messages_sent=(\d+)\)")
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
 
 
@@ -85,9 +87,12 @@ def _expectation(one: Compared) -> str:
     if isinstance(got, Tensor) or isinstance(expected, Tensor):
         found = wrong_values(one).get("")
         return f"{what}, and it is not so{': ' + found.text if found else ''}"
+    side = f"`{_short(one.what.partition(f' {one.operator} ')[0])}`"
     if expected is None and one.operator == "is not":
-        return f"`{_short(one.what.removesuffix(' is not None'))}` is None"
-    return f"{what}, but the left side is {_short(got)} and the right side {_short(expected)}"
+        return f"{side} is None"
+    if one.operator not in LIMITS:
+        return f"{what}, but the left side is {_short(got)} and the right side {_short(expected)}"
+    return f"{side} is {_short(got)}, and the test expects {LIMITS[one.operator]}{_short(expected)}"
 
 
 def _example(got: Any, expected: Any) -> str:
@@ -121,4 +126,5 @@ def _clarity(found: Relation) -> int:
 
 def _short(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float | complex) else str(value) or "empty"
+    text = _TRAFFIC.sub(r"\2 messages with \1 bytes", text)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -11,7 +11,7 @@ measures: a rank would need a second to import all lessons.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from lab.models.model import MLP
 from lab.models.text import microbatches
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
-from lab.trace.memory import live_bytes
-from lab.units import MIB, show_bytes
+from lab.units import show_bytes
 
 RANKS, NUMEL = 4, 1_000_000
 
@@ -132,55 +131,6 @@ class _KeptTensor:
         self.counter.bytes -= self.size
 
 
-def sent_and_held(stage: int) -> Outcome:
-    """Compare the bytes that a step of ZeRO sends, and those that a rank holds then, with the formulas."""
-    from zero.memory import FORMULAS, Held, formula
-
-    ranks = 2
-    sent_bytes, held_bytes, full = (
-        max(each) for each in zip(*run_ranks(_step_of, ranks, stage), strict=True)
-    )
-    # Stage 3 does not gather the last of the four layers again for its backward.
-    fewest = full * (2.75 if stage == 3 else 2) * (ranks - 1) / ranks
-    least = sum(astuple(formula(stage, Held(full, full, 2 * full), ranks)))
-    text = (
-        f"With AdamW on {ranks} ranks a rank sends {sent_bytes / full:.1f} times the parameters' bytes in a "
-    )
-    text += f"step, and holds {held_bytes / full:.1f} times these bytes"
-    if sent_bytes <= fewest and held_bytes <= 1.001 * least:  # a few numbers stand for what is freed
-        return Outcome(True, f"{text} ({FORMULAS[stage]}; without ZeRO it is 4.0).")
-    possible = f"{fewest / full:.1f} and {least / full:.1f} are possible"
-    return Outcome(False, f"Right, but wasteful: {_lower(text)}; {possible}.")
-
-
-def _step_of(cluster: Cluster, stage: int) -> tuple[int, int, int]:
-    """Return the bytes that this rank sends in a step, those that it holds, and those of the parameters."""
-    from zero.train_zero1 import ZeroOptimizer
-    from zero.train_zero2 import ZeroGradientOptimizer
-    from zero.train_zero3 import FullyShardedDataParallel
-
-    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    full = sum(parameter.nbytes for parameter in module.parameters())
-    before = live_bytes({})["other"] - full
-    model: Any = module
-    if stage == 3:
-        model = FullyShardedDataParallel(module)
-        optimizer: Any = torch.optim.AdamW(model.parameters())
-    else:
-        sharded = {1: ZeroOptimizer, 2: ZeroGradientOptimizer}[stage]
-        optimizer = sharded(module.parameters(), torch.optim.AdamW, bucket_mb=full / 4 / MIB)
-    LEDGER.clear()
-    model(torch.ones(2, 64)).sum().backward()
-    (model if stage == 3 else optimizer).finish_gradient_sync()
-    optimizer.step()
-    moves = [
-        (entry, row) for entry, row in LEDGER.rows().items() if entry.op in ("reduce_scatter", "all_gather")
-    ]
-    sent_bytes = sum(row.bytes_sent for entry, row in moves if entry.pattern != "header")
-    steps = [value["step"] for value in optimizer.state.values()]
-    return sent_bytes, live_bytes({"steps": steps})["other"] - before, full
-
-
 def idle_and_held(schedule: str) -> Outcome:
     """Compare a schedule's idle time, and the microbatches that a rank holds, with the formulas."""
     from pipeline_parallel.analysis import theory
@@ -215,9 +165,6 @@ TARGETS: dict[str, Callable[[], Outcome]] = {
     ),
     "bytes of all_to_all": partial(sent, "all_to_all", "pairwise", "the fewest bytes possible"),
     "activations of accumulation": kept_activations,
-    "bytes of zero1": partial(sent_and_held, 1),
-    "bytes of zero2": partial(sent_and_held, 2),
-    "bytes of zero3": partial(sent_and_held, 3),
     "idle time of gpipe": partial(idle_and_held, "gpipe"),
     "idle time of 1f1b": partial(idle_and_held, "1f1b"),
     "idle time of interleaved": partial(idle_and_held, "interleaved"),

@@ -607,9 +607,9 @@ parallel.finish_gradient_sync()
 #    check(_on_gradient, "launch_order");
 #    ```
 #
-# 3. **`bucket_views`** (25 minutes), and then **`bucket_launch`** (25 minutes): gradients that live in buckets,
+# 3. **`bucket_views`** (25 minutes), and then **`open_buckets`** (90 minutes): gradients that live in buckets,
 #    and leave when the bucket is complete: `exercises/data_parallel/bucket_views.py`,
-#    `exercises/data_parallel/bucket_launch.py`.
+#    `exercises/data_parallel/open_buckets.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_overlap_047'` makes a file with a wrong implementation, whose symptom is
 # "with accumulation replicas drift apart". Find the line and correct it. `bug_bucket_overlap_b12` is harder: "replicas

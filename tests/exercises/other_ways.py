@@ -135,6 +135,25 @@ class ZeroOptimizer:
         all_gather(self.flat, self.shard.data.clone(), self.group)
 
 
+class ZeroGradientOptimizer(ZeroOptimizer):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.grads = self.own_grads = None
+        self.zero_grad()
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+    def finish_gradient_sync(self):
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        flat = torch.cat([gradient.flatten() for gradient in grads])
+        flat = nn.functional.pad(flat, (0, self.flat.numel() - len(flat)))
+        self.shard.grad = torch.empty_like(self.shard)
+        reduce_scatter(self.shard.grad, flat, "mean", self.group)
+        self.zero_grad()
+
+
 class FullyShardedDataParallel(nn.Module):
     """Gathers everything before the first forward, and frees it after the last backward."""
 
@@ -391,10 +410,11 @@ SOLUTIONS: dict[str, tuple[Any, ...]] = {
     "open_all_reduce": (open_all_reduce,),
     "open_naive": (NaiveDataParallel,),
     "open_buckets": (BucketDataParallel,),
-    "open_zero1": (ZeroOptimizer,),
-    "open_zero3": (FullyShardedDataParallel,),
+    "zero1": (ZeroOptimizer,),
+    "zero2": (ZeroGradientOptimizer,),
+    "zero3": (FullyShardedDataParallel,),
     "open_tensor_parallel": (ColumnParallelLinear, RowParallelLinear),
-    "open_gpipe": (AllForwardAllBackward,),
+    "gpipe_by_hand": (AllForwardAllBackward,),
     "open_1f1b": (one_f_one_b,),
     "open_ring_attention": (ring_attention,),
     "open_moe": (moe_forward,),

@@ -84,8 +84,11 @@ def test_a_difference_names_the_value_the_element_and_both_numbers_or_what_the_t
         "gradient of naive `weight`: 2 times what it should be (element [3]: got 10, expected 5)"
     )
     plain = Compared("held == limit", {"": (6, 1)}, 2, is_plain=True, message="(5, 'pad')")
+    assert shown_difference({1: plain}, 1) == ("(5, 'pad'): `held` is 6, and the test expects 1")
+    sent = ("Traffic(bytes_sent=12, messages_sent=3)", "Traffic(bytes_sent=24, messages_sent=6)")
+    plain = Compared("total() == formula", {"": sent}, 2, is_plain=True)
     assert shown_difference({1: plain}, 1) == (
-        "(5, 'pad'): the test expects `held == limit`, but the left side is 6 and the right side 1"
+        "`total()` is 3 messages with 12 bytes, and the test expects 6 messages with 24 bytes"
     )
 
 

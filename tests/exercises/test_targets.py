@@ -29,12 +29,6 @@ def test_the_lessons_code_meets_the_target_and_says_so_in_a_sentence(name):
             "            pass\n        total = total + loss\n    total.backward()\n    return total\n",
             "the activations of 4 of 4 microbatches are in memory at a time. Run each",
         ),
-        (
-            "zero2",
-            ".clone())\n    bucket.gradients.untyped_storage().resize_(0)",
-            ")",
-            "and holds 3.0 times these bytes; 1.0 and 2.5 are possible.",
-        ),
         ("pipeline_1f1b", "min(microbatches, stages - 1 - stage)", "0", "; 27.3% and 4 are possible."),
         (
             "ring_all_reduce",

@@ -1,4 +1,4 @@
-"""Grade ZeRO 1 and ZeRO 3 by what they do: the trained parameters, what a rank holds, and what it sends."""
+"""Grade ZeRO 1, 2 and 3 by what they do: the trained parameters, what a rank holds, and what it sends."""
 
 from dataclasses import astuple
 
@@ -13,6 +13,7 @@ from lab.trace.memory import live_bytes
 from tests.data_parallel.equivalence import Odd, accumulate, examples, layers, mine, odd_loss
 from zero.memory import Held, formula
 from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
 ADAM, OPTIONS = torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3}  # with a small eps, noise around 0 decides
@@ -21,10 +22,18 @@ ADAM, OPTIONS = torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3}  # with a small eps,
 class Zero1:
     def __init__(self, module: nn.Module) -> None:
         self.model = module
-        self.syncing = self.optimizer = ZeroOptimizer(module.parameters(), ADAM, **OPTIONS)
+        self.syncing = self.optimizer = self.optimizer_of(module)
+
+    def optimizer_of(self, module: nn.Module) -> ZeroOptimizer:
+        return ZeroOptimizer(module.parameters(), ADAM, **OPTIONS)
 
     def state(self) -> dict[str, Tensor]:
         return parameters(self.model)
+
+
+class Zero2(Zero1):
+    def optimizer_of(self, module: nn.Module) -> ZeroOptimizer:
+        return ZeroGradientOptimizer(module.parameters(), ADAM, **OPTIONS)
 
 
 class Zero3:
@@ -94,6 +103,18 @@ def test_zero_1_trains_odd_models_with_microbatches_on_three_ranks():
 
 def test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce():
     run_ranks(costs, 2, Zero1, 1, 2.0)
+
+
+def test_zero_2_trains_as_one_process():
+    run_ranks(compare, 2, Zero2, False)
+
+
+def test_zero_2_trains_odd_models_with_microbatches_on_three_ranks():
+    run_ranks(compare, 3, Zero2, True)
+
+
+def test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce():
+    run_ranks(costs, 2, Zero2, 2, 2.0)
 
 
 def test_zero_3_trains_as_one_process():

@@ -57,7 +57,7 @@ def test_its_first_exercise_fails_untouched_and_passes_with_the_lessons_code(wor
     file.write_text(solved(exercise))
     after = run(workbook, "exercises", "check", exercise.name)
     assert after.returncode == 0, after.stdout
-    assert after.stdout.startswith(f"{exercise.name}: passed  {exercise.title} is right: ")
+    assert f"\n{exercise.name}: passed  {exercise.title} is right: " in after.stdout
     file.unlink()
 
 
