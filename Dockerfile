@@ -14,8 +14,9 @@ RUN apt-get update \
  && setcap cap_net_admin+ep /usr/local/libexec/link-tc
 
 WORKDIR /workbook
-# A new volume that is mounted on checkpoints/ gets this folder's owner.
-RUN install -d -o learner -g learner checkpoints && chown learner:learner .
+# A new volume that is mounted on checkpoints/ gets this folder's owner and mode. The group may write, for the notebook
+# of a user with another number (NOTEBOOK_USER in docker-compose.yaml).
+RUN install -d -o learner -g learner -m 0775 checkpoints && chown learner:learner . && chmod 0775 .
 
 # Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty means no extra index.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
