@@ -1,6 +1,7 @@
 """The service `notebook` is JupyterLab for this machine only, and its kernel can be one of the ranks."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from tests.containers.conftest import NAME, compose, docker, remove_containers
+from tests.containers.conftest import NAME, ROOT, compose, docker, remove_containers
 
 CONTAINER = f"{NAME}_notebook_1"
 CELLS = (
@@ -100,3 +101,18 @@ def test_a_cell_is_the_last_rank_and_the_kernel_goes_on_with_ranks_of_its_own(po
     assert (figures["world_size"], figures["steps"], figures["replicas_equal"]) == (4, 5, True)
     said = docker("logs", f"{NAME}_node3_1").stderr
     assert "the notebook is rank 3, with this cell: %run ../data_parallel/train_naive.py" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_notebook_of_any_user_saves_in_the_clone(port, tmp_path):
+    for folder in (tmp_path, tmp_path / "notebooks", tmp_path / "exercises"):
+        folder.mkdir(exist_ok=True)
+        os.chown(folder, 1234, 1234)
+    clone = ("--project-directory", str(tmp_path), "-f", str(ROOT / "docker-compose.yaml"))
+    save = "touch notebooks/mine exercises/mine checkpoints/mine"
+    done = compose(
+        *clone, "run", "--rm", "--no-deps", "-T", "notebook", save, timeout=60, env={"NOTEBOOK_USER": "1234"}
+    )
+    assert [(tmp_path / name / "mine").stat().st_uid for name in ("notebooks", "exercises")] == [1234] * 2, (
+        done
+    )

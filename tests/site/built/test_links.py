@@ -100,8 +100,7 @@ def test_every_picture_has_a_text_that_says_what_it_shows(site):
 def test_a_link_to_a_source_file_shows_the_file_and_one_to_a_folder_lists_it(site):
     tour = (site / "comm" / "tour.py.html").read_text("utf-8")
     assert (
-        "Show each collective: what it does" in tour
-        and 'href="index.html">Lesson 1: communication' in tour
+        "Show each collective: what it does" in tour and 'href="index.html">Lesson 1: communication' in tour
     )
     listing = document((site / "comm" / "algorithms" / "index.html").resolve())
     assert {("a", "ring.py.html"), ("a", "tree.py.html")} <= set(listing.references)
