@@ -26,12 +26,7 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run diff test check-runs exercises notebooks check-exercises check-notebooks site check-site containers slurm rehearse lint clean
-
-help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
-
-setup: $(READY) ## make .venv and install requirements.txt into it
+.PHONY: run notebooks exercises compare diff site setup test lint check-runs check-exercises check-notebooks check-site containers slurm rehearse clean help
 
 run: export RUN_MODE := $(RUN_MODE)
 run: export WORLD_SIZE := $(WORLD_SIZE)
@@ -39,10 +34,11 @@ run: export ARGS := $(ARGS)
 run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
 	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
 
-diff: export FROM := $(FROM)
-diff: export TO := $(TO)
-diff: $(READY) ## show what a step changes in the code: make diff FROM=naive TO=overlap
-	@$(PY) -m lab.what_changed "$$FROM" "$$TO"
+notebooks: $(READY) ## open the notebooks in JupyterLab
+	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+
+exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
+	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)
 
 compare: export MODES := $(MODES)
 compare: export WORLD_SIZE := $(WORLD_SIZE)
@@ -50,26 +46,32 @@ compare: export ARGS := $(ARGS)
 compare: $(READY) ## run several modes, and show them beside each other: make compare MODES='zero1 zero3' (CONTAINERS=1)
 	@exec $(PY) -m training.compare
 
+diff: export FROM := $(FROM)
+diff: export TO := $(TO)
+diff: $(READY) ## show what a step changes in the code: make diff FROM=naive TO=overlap
+	@$(PY) -m lab.what_changed "$$FROM" "$$TO"
+
+site: $(READY) ## build the site of READMEs and notebooks
+	@$(PY) site/build.py
+
+setup: $(READY) ## make .venv and install requirements.txt into it
+
 test: $(READY) ## run the tests: make test ARGS='-k ring'
 	@$(PY) -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+
+lint: $(READY) ## ruff check, ruff format --check and mypy
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
 
 check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (3 minutes)
 	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
-exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
-	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)
-
 check-exercises: $(READY) ## grade every exercise untouched and solved, as a learner does (3 minutes)
 	@$(PY) -m pytest tests/exercises/end_to_end $(ARGS)
 
-notebooks: $(READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
-
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
 	@$(PY) -m pytest tests/notebooks $(ARGS)
-
-site: $(READY) ## build the site of READMEs and notebooks
-	@$(PY) site/build.py
 
 check-site: $(READY) ## build the site in a temporary folder, and test it and its pages in a browser
 	@$(PY) -m pytest tests/site $(ARGS)
@@ -83,14 +85,12 @@ slurm: $(READY) ## test scripts/slurm.sbatch with a real Slurm on this machine (
 rehearse: $(READY) ## test the code for GPUs on your GPUs, else on fake ones (a C++ compiler, two minutes once)
 	@$(PY) -m tests.fake_gpu $(ARGS)
 
-lint: $(READY) ## ruff check, ruff format --check and mypy
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
-	@$(PY) -m mypy
-
 clean: ## remove .venv, caches and the built site
 	rm -rf $(VENV) site/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## */\1|/p' Makefile | while IFS='|' read -r target what; do printf '  make %-16s %s\n' "$$target" "$$what"; done
 
 # .venv contains the path of this folder, so it is set up again after the folder was moved or copied.
 ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"

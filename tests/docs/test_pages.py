@@ -28,6 +28,8 @@ def test_the_readme_is_read_in_five_minutes_and_says_what_to_run_first_second_an
     ]
     assert commands[:3] == ["make run", "make notebooks", "make exercises"]
     assert len(commands) == 4 and "docker-compose up" in commands[3]
+    listed = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands[:3] == [f"make {target}" for target in listed[:3]]
 
 
 def test_the_readme_leads_to_every_page():
