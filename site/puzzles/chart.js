@@ -5,7 +5,7 @@ const kindOf = (job) => KINDS[job[0]] ?? "send";
 const cellOf = (row, step) => document.querySelector(`#grid [data-row="${row}"][data-step="${step}"]`);
 const amount = (value) => String(Number(value.toFixed(2)));
 
-function draw() {
+function draw(said = "") {
   const { puzzle, table: rows } = state;
   const verdict = judge(puzzle, rows);
   remember(verdict);
@@ -17,8 +17,8 @@ function draw() {
   $("given").innerHTML = given(puzzle).map(([what, value]) => `<div><dt>${what}</dt><dd>${value}</dd></div>`).join("");
   $("grid").innerHTML = gridOf(puzzle, rows, verdict);
   $("verdict").className = verdict.solved ? "solved" : "";
-  $("verdict").innerHTML = `${$("verdict").dataset.said ?? ""}${wordsOf(puzzle, verdict)}`;
-  delete $("verdict").dataset.said;
+  $("verdict").innerHTML = said + wordsOf(puzzle, verdict);
+  document.querySelector("#edits [value=best]").hidden = !kept.best[puzzle.name];
   $("program").rows = rows.length + 1;
   $("program").value = asText(rows).split("|").map((line, i) =>
     `rank ${Math.floor(i / 2)} ${LANES[i % 2]}: ${line}`).join("\n");

@@ -64,14 +64,18 @@ const EDITS = {
   insert: () => change(state.table.map((row) => row.toSpliced(state.step, 0, ""))),
   remove: () => change(state.table.map((row) => [...row.toSpliced(state.step, 1), ""])),
   restart: () => change(fromText("", state.puzzle)),
+  best: () => change(fromText(kept.best[state.puzzle.name].text, state.puzzle)),
   undo: () => {
     state.table = state.undone.pop() ?? state.table;
     draw();
   },
-  copy: () => {
-    const said = (words) => { $("verdict").dataset.said = words; draw(); };
-    navigator.clipboard?.writeText(location.href).then(() => said("The link is copied. "),
-      () => said("The browser does not allow copying: the link is this page's address. "));
+  copy: async () => {
+    try {
+      await navigator.clipboard.writeText(location.href);
+      draw("The link is copied. ");
+    } catch { // a browser may forbid it
+      draw("The link is this page's address: copy it there. ");
+    }
   },
 };
 
