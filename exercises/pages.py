@@ -126,7 +126,7 @@ PLANS = (
     Plan(
         "Four weeks",
         "An intensive course, with at most {hours} hours a week at home.",
-        6,
+        8,
         (
             ("Messages", "00 01 02 03"),
             ("Data parallel", "04 05"),
