@@ -1,7 +1,10 @@
 """Equipment of notebooks. `%load_ext lab.notebook` adds the magics %ranks and %%ranks (magics.py)."""
 
 import atexit
+from pathlib import Path
 from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]  # where the lessons are, wherever the notebook is
 
 
 def load_ipython_extension(shell: Any) -> None:

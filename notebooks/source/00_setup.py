@@ -11,10 +11,13 @@
 # %% [markdown]
 # # 00 Setup
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/00_setup.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** You can train a model on one device. Why is one device not enough, and what do you need in order to
 # try several of them on your own laptop?
 #
-# You need about 30 minutes. Everything in this notebook runs on a machine without a GPU, and nothing is downloaded.
+# You need about 40 minutes. Everything in this notebook runs on a machine without a GPU, and nothing is downloaded.
 # The cell below starts four *ranks*. A rank is one process of a parallel job. Normally each rank has a device of its
 # own, often in another machine. Here all four are processes on your machine, and your processor is their device.
 #
@@ -22,6 +25,12 @@
 # read.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 
@@ -267,6 +276,191 @@ show(
 # that compute. So communication takes time away from computing, while a real link carries bytes *beside* the computing,
 # and each rank has a link of its own. Where that would hide the point, the workbook simulates a slow link (`--link
 # 1gbit,0.2ms`).
+
+# %% [markdown]
+# ## Five problems: FLOPs, MFU and the roofline
+#
+# A *FLOP* is one operation with floating-point numbers. With three numbers, the operations, the bytes, and what a device
+# and a link do in a second, you can say in advance how long a training takes and what limits it. Each of these problems is a
+# sum on the back of an envelope. Guess first, then let the cell compute it.
+#
+# **Problem 1. Which share of its peak does this machine reach?** That share is called *MFU*, model FLOPs utilisation: the
+# operations that the model needs (6 for each weight and token, and some for attention), divided by the time and by the peak.
+# We take the matrix product from above as the peak, with one thread, as each rank has here. **Predict**: how many % of it does a
+# training step of the small GPT reach, with layers of 128 numbers, norms, a softmax and an optimizer?
+
+# %%
+utilisation = predict("How many % does a training step reach?", example=100, unit="% of the peak")
+
+# %%
+threads = torch.get_num_threads()
+torch.set_num_threads(1)
+tokens = torch.zeros(16, 64, dtype=torch.int64)
+seconds = []
+for _ in range(8):
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss_of(model(tokens), tokens).backward()
+    optimizer.step()
+    seconds.append(time.perf_counter() - start)
+flops = model.config.flops_per_token * tokens.numel()
+reached = flops / min(seconds)
+print(f"{flops / 1e9:.2f} GFLOP in a step of {tokens.numel()} tokens, so {reached / 1e9:.0f} GFLOP/s")
+utilisation.compare(100 * reached / operations_per_second())
+
+# %% [markdown]
+# The model's operations are the same on any machine (`flops_per_token` in [lab/models/model.py](../lab/models/model.py)), so MFU
+# compares machines, programs and numbers of ranks. Large trainings on GPUs reach 35 to 55 %. What is computed a second time does
+# not count. Why does no training reach 100 %?
+#
+# **Problem 2. When does a device wait for its own memory?** Each operation needs numbers, which come from memory. The operations
+# for each byte are the *arithmetic intensity* of a program. To add two vectors reads 8 bytes, writes 4, and computes 1
+# operation: 1/12. To multiply two matrices of n x n numbers of 4 bytes moves 3 · 4 n² bytes and computes 2 n³ operations:
+# n/6. The *roofline* (Williams et al., 2009) says how fast a program can be: intensity times the memory's bandwidth, and at
+# most the peak. **Predict** for an H100, with 989e12 operations in a second (bfloat16, 2 bytes for each number) and 3.35e12
+# bytes in a second: from which n on can a product of n x n matrices reach the peak?
+
+# %%
+size = predict("From which n on is computing the limit?", example=64)
+
+# %%
+size.compare(round(3 * 989e12 / 3.35e12))  # the intensity n/3 must be at least peak / bandwidth
+
+# %% [markdown]
+# A number that was read must be used 295 times before the next one. Here is the roofline of your machine, with measured points.
+# The first one is the addition, then come products of larger and larger matrices. Norms and activation functions stand where the
+# addition stands, and that is why a training does not reach the peak.
+
+# %%
+def seconds_of(call):
+    times = []
+    while sum(times) < 0.05 or len(times) < 10:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+a, b = torch.ones(1 << 23), torch.ones(1 << 23)
+out = torch.empty_like(a)
+memory_rate = 3 * a.nbytes / seconds_of(lambda: torch.add(a, b, out=out))
+points = {1 / 12: a.numel() / (3 * a.nbytes) * memory_rate}
+for n in (8, 32, 128, 512, 1024):
+    x, y, z = torch.ones(n, n), torch.ones(n, n), torch.empty(n, n)
+    points[n / 6] = 2 * n**3 / seconds_of(lambda: torch.mm(x, y, out=z))
+peak = max(points.values())
+torch.set_num_threads(threads)
+
+intensities = [2**k / 16 for k in range(13)]
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+roof = [min(peak, intensity * memory_rate) / 1e9 for intensity in intensities]
+axes.plot(intensities, roof, color=COLORS["wait"], label="roofline")
+axes.plot(points.keys(), [rate / 1e9 for rate in points.values()], "o", color=COLORS["compute"], label="measured")
+axes.set(xscale="log", yscale="log", xlabel="operations for each byte", ylabel="GFLOP/s")
+axes.legend(frameon=False)
+show(
+    figure,
+    alt="A roofline on two logarithmic axes: a line that rises with the operations for each byte, then the level of the "
+    "peak. The addition lies at the left end, the largest matrix products on the level part, small products below it.",
+)
+
+# %% [markdown]
+# (A product of tiny matrices lies below its roof: the call itself takes longer than its arithmetic. And matrices that
+# fit in the processor's cache do not need the memory, so they may lie above the line.)
+#
+# **Problem 3. Is this log good?** A model of 7 billion parameters trains on 64 H100s, and the log says 650,000 tokens/s.
+# **Predict** its MFU in %.
+
+# %%
+from_log = predict("How many % of the peak?", example=90, unit="%")
+
+# %%
+from_log.compare(round(100 * 6 * 7e9 * 650_000 / (64 * 989e12), 1))
+
+# %% [markdown]
+# That is a usual figure. 6 · 7e9 operations for a token, times 650,000 tokens, is 2.7e16 in a second, of 6.3e16.
+#
+# **Problem 4. When does data parallel stop scaling at 1 Gbit/s?** In data parallel each rank computes its part of the batch,
+# and then the ranks average their gradients. For this each rank sends almost twice the gradients' bytes, however many ranks
+# there are (notebook 03 says why): 2 · 4 N bytes for N parameters. With a batch of B tokens and n ranks of F operations a
+# second, computing takes 6 N B / (n F) seconds. **Predict**: B is half a million tokens, F is 1e12 (a laptop's GPU), the link
+# carries 125 MB/s. From how many ranks on does a step communicate for longer than it computes?
+
+# %%
+limit = predict("From how many ranks on?", example=1000, unit="ranks")
+
+# %%
+B, F, LINK = 5e5, 1e12, 125e6
+limit.compare(round((6 * B / F) / (2 * 4 / LINK)))  # N is in both times, and cancels
+
+# %% [markdown]
+# The size of the model does not matter: a larger one computes more and sends more. The batch matters, and the link. More
+# ranks than that still help, but little: no number of ranks is more than 47 times as fast as one. Below, the lines are the
+# formula for three links. The points are measured, with a smaller batch, for which the limit at 1 Gbit/s is 6: each rank sleeps
+# for its part of the computing, and then all-reduces real gradients over a simulated link of 1 Gbit/s.
+
+# %%
+from comm.collectives import all_reduce
+from comm.wire import slow_link
+from lab.ranks import run_ranks
+
+NUMBERS = 2_000_000  # parameters
+COMPUTE = 6 * (2 * 4 * NUMBERS / LINK)  # seconds on one rank
+
+
+def step(cluster, seconds):
+    gradients = torch.zeros(NUMBERS)
+    with slow_link.slowed(slow_link.parse("1gbit")):
+        start = time.perf_counter()
+        time.sleep(seconds / cluster.world_size)
+        if cluster.world_size > 1:
+            all_reduce(gradients, op="mean", pattern="ring")
+        return time.perf_counter() - start
+
+
+measured = {n: COMPUTE / min(max(run_ranks(step, n, COMPUTE)) for _ in range(3)) for n in (1, 2, 4)}
+ranks = [2 ** (k / 4) for k in range(25)]
+figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+axes.plot(ranks, ranks, ":", color=COLORS["wait"], label="n times as fast")
+for (label, faster), color in zip(
+    {"25 Gbit/s": 25, "4 Gbit/s": 4, "1 Gbit/s": 1}.items(), ("forward", "backward", "communication"), strict=True
+):
+    sending = 2 * 4 * NUMBERS / (LINK * faster)
+    speed = [COMPUTE / (COMPUTE / n + (n - 1) / n * sending) for n in ranks]
+    axes.plot(ranks, speed, color=COLORS[color], label=label)
+axes.plot(measured.keys(), measured.values(), "o", color=COLORS["communication"], label="1 Gbit/s, measured")
+axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="times as fast as one rank")
+axes.set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+axes.set_yticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+axes.minorticks_off()
+axes.legend(frameon=False)
+show(
+    figure,
+    alt="Speed against the number of ranks. At 25 Gbit/s the line bends late, at 1 Gbit/s it becomes level near six times "
+    "the speed of one rank. Three measured points for 1, 2 and 4 ranks lie close to the line of 1 Gbit/s.",
+)
+
+# %% [markdown]
+# **Problem 5. How large must the batch be?** Turn problem 4 round. Communication should take at most a tenth of the computing,
+# on GPUs that do 4e14 operations in a second. **Predict**: how many tokens must *each* GPU have in a step over InfiniBand with
+# 400 Gbit/s, which is 50 GB/s?
+
+# %%
+batch = predict("How many thousand tokens for each GPU in a step?", example=2, unit="thousand tokens")
+
+# %%
+def tokens_needed(bytes_per_second: float) -> float:
+    return 10 * (2 * 4 / bytes_per_second) * 4e14 / 6
+
+
+for name, (rate, _) in list(LINKS.items())[1:]:
+    print(f"{name:<37}{tokens_needed(rate * 1e9) / 1000:>10,.0f} thousand tokens for each GPU")
+batch.compare(round(tokens_needed(50e9) / 1000))
+
+# %% [markdown]
+# Over plain Ethernet no batch is large enough: 43 million tokens for each GPU. That is one reason why gradients are sent in 16
+# bits and hidden behind the backward (notebook 05), why tensor parallelism stays inside a machine (notebook 09), and why some
+# send less often.
 #
 # ## The triangle
 #
@@ -302,9 +496,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-REPOSITORY = Path.cwd().parent
+from lab.notebook import REPOSITORY
+
 TORCHRUN = [sys.executable, "-m", "lab.launch.torchrun", "--nproc-per-node=2"]  # what `make run` calls
 
 

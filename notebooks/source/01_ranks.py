@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 01 Ranks
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/01_ranks.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** Several processes run the same file. How do they find each other, and how does each know which part of
 # the work is its own?
 #
@@ -25,6 +28,12 @@
 # four.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 
@@ -71,9 +80,8 @@ x_on_rank_0.compare(pull("x")[0])
 # million numbers. It ends when its input ends (press Ctrl-D).
 
 # %%
-from pathlib import Path
+from lab.notebook import REPOSITORY
 
-REPOSITORY = Path.cwd().parent
 program = REPOSITORY / "runs" / "two_ranks.py"
 program.parent.mkdir(exist_ok=True)
 program.write_text("""

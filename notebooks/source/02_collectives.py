@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 02 Collectives
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/02_collectives.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** Four ranks have a tensor each. Which patterns of "who gets what" does distributed training need, and
 # what happens to them in the backward?
 #
@@ -20,6 +23,12 @@
 # [comm/algorithms](../comm/algorithms). These files contain the solutions of the exercises, so do the exercises first.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 

@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 03 Cost of a message
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/03_cost_of_a_message.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** An all-reduce can be done in many ways. Which one is the fastest, and can you say so before you run
 # it?
 #
@@ -20,6 +23,12 @@
 # the exercises before you open them.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 8
 

@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 04 Naive data parallel
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/04_naive_data_parallel.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** Four ranks have the same model, and each has a quarter of the batch. What must they tell each other, so
 # that the training is exactly the training of one process with the full batch?
 #
@@ -28,6 +31,12 @@
 #   shards those, too, and is still data parallel.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 
@@ -528,6 +537,113 @@ weight.compare(pull("ratio")[0])
 # global batch*. `valid_targets` ([training/valid_targets.py](../training/valid_targets.py)) is ten lines: an all-reduce of one number, before the
 # forward. To see it in a training: `make run ARGS='--ignore-first 40'`.
 #
+# ## "Twice the ranks, twice the learning rate"
+#
+# So far more ranks shared the *same* batch. In practice each new rank brings examples of its own: the **global batch** grows with
+# the ranks, and a training on the same text has fewer steps. Must each step be larger, then? **A common belief**: "twice the ranks,
+# twice the learning rate". There are two rules:
+#
+# - *Linear* (Goyal et al., 2017): a step with n times the examples takes the place of n steps, so it should go n times as far. That
+#   is right for SGD, as long as the gradient hardly changes within these n steps.
+# - *Square root* (Malladi et al., 2022): Adam divides by the size of the gradient, which is mostly noise in a small batch. The mean
+#   over n times the examples has a √n times smaller noise, so Adam's steps may be √n times as long.
+#
+# Let us measure. A tiny GPT trains with AdamW on 1024 windows of 32 bytes of text, always the same ones. First one window is in each
+# step, and each rank tries a learning rate alone. Then four windows are in a step, one for each rank. And last 16: each rank computes
+# four of them, which gives the gradient that 16 ranks with one window each would have. (The wrapper is that of notebook 05. It gives
+# the same gradients as the naive one, in one message.) **Predict**: if the batch is 16 times as large, how many times as large is the
+# best learning rate?
+
+# %%
+rate = predict("The best learning rate is how many times as large?", example=16, unit="times")
+
+# %%
+# %%ranks
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from lab.models.text import global_batch, load_corpus, split
+
+WINDOWS, LENGTH = 1024, 32
+text, held_out = split(load_corpus())
+places = torch.arange(256)[:, None] * (len(held_out) // 257) + torch.arange(LENGTH + 1)
+held_out = held_out[places].long()
+
+
+def train_text(rate, windows, warmup=0):
+    """Train on WINDOWS windows, with so many in a step; return the loss on held-out text.
+
+    All ranks share a step, except one with a single window. The rate rises in the first `warmup` steps."""
+    model = GPT(GPTConfig.named("tiny"))
+    parallel = model if windows == 1 else BucketDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(WINDOWS // windows):
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / (warmup + 1))
+        x, y = global_batch(text, 0, step, windows, LENGTH)
+        if windows > 1:
+            x, y = (rank_slice(part, rank, world_size) for part in (x, y))
+        optimizer.zero_grad()
+        loss_of(parallel(x), y).backward()
+        if windows > 1:
+            parallel.finish_gradient_sync()
+        optimizer.step()
+    with torch.no_grad():
+        return loss_of(model(held_out[:, :-1]), held_out[:, 1:]).item()
+
+
+RATES = {1: [0.0005, 0.001, 0.002, 0.004], 4: [0.001, 0.002, 0.004, 0.008], 16: [0.002, 0.004, 0.008, 0.016]}
+alone = train_text(RATES[1][rank], windows=1)
+
+# %%
+# %%ranks
+together = {windows: [train_text(rate, windows) for rate in RATES[windows]] for windows in (4, 16)}
+
+# %%
+rates = pull("RATES", [0])[0]
+losses = {1: list(pull("alone").values()), **pull("together", [0])[0]}
+best = {windows: min(zip(losses[windows], rates[windows], strict=True))[1] for windows in rates}
+print("best learning rate:", ", ".join(f"{best[windows]} with {windows} in a step" for windows in best))
+rate.compare(round(best[16] / best[1], 2))
+
+# %% [markdown]
+# With AdamW on this text the rule of the square root holds: 4 times the windows, 2 times the rate; 16 times the windows, 4 times
+# the rate. The linear rule would give 0.016 for 16 windows.
+#
+# One more thing can help: *warm-up*, a learning rate that rises in the first steps. At the start the weights are random, gradients
+# are large and change quickly, and Adam's averages have seen few of them. So this is when a long step does most harm. The
+# next cell tries the rates for 16 windows again, with a warm-up in the first 6 of 64 steps.
+
+# %%
+# %%ranks
+warm = [train_text(rate, windows=16, warmup=6) for rate in RATES[16]]
+
+# %%
+figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+lines = {f"{windows} in a step": (rates[windows], losses[windows]) for windows in rates}
+lines["16 in a step, warm-up"] = rates[16], pull("warm", [0])[0]
+styles = zip(("forward", "compute", "communication", "communication"), ("o-", "o-", "o-", "o--"), strict=True)
+for (label, line), (color, style) in zip(lines.items(), styles, strict=True):
+    axes.plot(*line, style, color=COLORS[color], label=label)
+axes.set(xscale="log", xlabel="learning rate", ylabel="loss on held-out text, same training text")
+ticks = sorted({*rates[1], *rates[16]})
+axes.set_xticks(ticks, map(str, ticks))
+axes.minorticks_off()
+axes.legend(frameon=False)
+show(
+    figure,
+    alt="Loss against the learning rate for 1, 4 and 16 windows in a step. The lowest point moves to the right by a factor of "
+    "two from line to line, and upwards. With warm-up 16 windows have their lowest point at 0.008, and at 0.016 the loss is as high as without.",
+)
+
+# %% [markdown]
+# Read three things from it. The lowest point moves to the right, by a factor of two from line to line. With warm-up 0.008 is as good
+# as 0.004, so warm-up forgives a rate that is twice too large. It does not make the lowest loss lower here, and it does not save the
+# linear rule: at 0.016 the loss is high with and without it. And the lowest point also moves *up*: the same text in 16 times
+# fewer steps teaches the model less, and no learning rate of these mends that. So 16 ranks are not 16 times as fast to a given
+# loss. Beyond some batch size, the *critical* one, more examples in a step hardly help (McCandlish et al., 2018). It grows in the
+# course of a training, so some large trainings begin with smaller batches.
+#
+# This was one tiny model, one optimizer, one seed and 32,000 bytes of text. Measure again on your own model: try the square root for
+# Adam, the linear rule for SGD with momentum, warm-up for both, and compare losses after the same number of *examples*.
+#
 # ## "Tokens per second went up"
 #
 # Of one rank, or of all ranks together? And which watch has measured it? To see the two traps, every rank gets a *metronome*
@@ -672,8 +788,11 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #   ranks do not talk at all: `make run RUN_MODE=train`
 # - Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
 #   https://arxiv.org/abs/2006.15704
-# - Goyal et al., "Accurate, Large Minibatch SGD", 2017, https://arxiv.org/abs/1706.02677: what to do with the learning
-#   rate when more ranks make the batch larger
+# - Goyal et al., "Accurate, Large Minibatch SGD", 2017, https://arxiv.org/abs/1706.02677: the linear rule, and warm-up
+# - Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022,
+#   https://arxiv.org/abs/2205.10287: the rule of the square root
+# - McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162: the critical
+#   batch size
 #
 # Next: [05 Overlap and buckets](05_overlap_and_buckets.ipynb), in which the gradients travel while the backward still
 # computes.

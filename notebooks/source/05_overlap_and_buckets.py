@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 05 Overlap and buckets
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/05_overlap_and_buckets.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** In naive data parallel the link is idle while the ranks compute, and the ranks are idle while the link works.
 # How do both work at the same time, and into how many messages should the gradients be packed?
 #
@@ -19,6 +22,12 @@
 # them after those. You should know why gradients are averaged (notebook 04).
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 2
 

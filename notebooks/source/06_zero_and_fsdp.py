@@ -16,6 +16,9 @@
 # %% [markdown]
 # # 06 ZeRO and FSDP
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/06_zero_and_fsdp.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** In data parallel every rank holds the same weights, the same gradients and the same optimizer state. What can
 # be divided among the ranks instead, how much memory does that save, and what does it cost?
 #
@@ -25,6 +28,12 @@
 # starts communication in the backward (notebook 05).
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 
@@ -642,7 +651,172 @@ print({name: f"{number} forwards of blocks" for name, number in forwards.items()
 # used together.
 #
 # Three ways to use less memory, then: *divide* it among ranks (and send more), *recompute* it (and compute more), or
-# *move* it to the host's memory (offload, which is not in this workbook).
+# *move* it to the host's memory, and fetch it when it is needed (*offload*).
+#
+# ## Keep, recompute, or move to the host
+#
+# A GPU's host has ten times its memory, behind a link of 30 to 60 GB/s (PCIe). The last two ways are choices for each tensor that
+# autograd wants to keep. Let us see all three, on a device that is played by the clock: eight layers, each takes 10 ms in the
+# forward and 20 ms in the backward, has an input of 0.25 MB, and keeps 1 MB for its backward. The arithmetic is real, and so are
+# the tensors. We note each tensor that is made on the "device", and ask at each moment how many of them are still there.
+
+# %%
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from lab.trace import timeline
+from lab.trace.timeline import span
+
+torch.set_num_threads(1)  # the clock is what takes time here
+LAYERS, SECONDS = 8, 0.01
+made, memory = [], []  # tensors on the device; their MB at each moment
+
+
+def on_device(tensor):
+    """Note a tensor that was made on the device, and how many MB are there now."""
+    made.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+    made[:] = [one for one in made if not one[0].expired()]
+    memory.append((timeline.now(), sum(size for _, size in made) / 2**20))
+    return tensor
+
+
+class Layer(torch.autograd.Function):
+    """Computes the sine four times, and keeps the four numbers to which it was applied."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with span("F", "forward"):
+            time.sleep(SECONDS)
+            steps = [x]
+            for _ in range(4):
+                steps.append(steps[-1].sin())
+            ctx.save_for_backward(on_device(torch.stack(steps[:4])))
+            return on_device(steps[4])
+
+    @staticmethod
+    def backward(ctx, grad):
+        [steps] = ctx.saved_tensors  # may have to wait for it
+        with span("B", "backward"):
+            time.sleep(2 * SECONDS)
+            return on_device(grad * steps.cos().prod(0))
+
+
+# %% [markdown]
+# PyTorch has a place where such choices are made: `saved_tensors_hooks`. `pack` is called with each tensor that autograd wants to
+# keep, and autograd keeps what it returns instead. `unpack` gives the tensor back in the backward. Ours sends it to the
+# host on a thread of its own, as a GPU does with its copy engine. And when the backward asks for one, it also starts to fetch
+# the one before, which is needed next.
+
+# %%
+class Host:
+    """Moves what autograd keeps to the host, over a link with so many MB in a second, and back."""
+
+    def __init__(self, rate):
+        self.rate, self.link = rate, ThreadPoolExecutor(1, "copy")
+        self.there, self.coming = [], {}
+
+    def copy(self, name, tensor):
+        start = timeline.now()
+        time.sleep(tensor.nbytes / 2**20 / self.rate)
+        timeline.record(name, "communication", start, timeline.now(), lane="copy")
+        return tensor.clone()
+
+    def pack(self, tensor):
+        self.there.append(self.link.submit(self.copy, "out", tensor))
+        return len(self.there) - 1
+
+    def fetch(self, number):
+        if number >= 0 and number not in self.coming:
+            self.coming[number] = self.link.submit(
+                lambda: on_device(self.copy("in", self.there[number].result()))
+            )
+
+    def unpack(self, number):
+        self.fetch(number)
+        self.fetch(number - 1)
+        with span("wait", "wait"):
+            return self.coming.pop(number).result()
+
+
+def run(choice, rate=125):
+    """Return the gradient, the events, and the memory at each moment in (ms, MB)."""
+    made.clear()
+    memory.clear()
+    host = Host(rate)
+    x = torch.linspace(0, 1, 2**16, requires_grad=True)
+    timeline.start_recording()
+    y = x
+    for _ in range(LAYERS):
+        if choice == "recompute":
+            y = checkpoint(Layer.apply, y, use_reentrant=False)
+        elif choice == "move":
+            with torch.autograd.graph.saved_tensors_hooks(host.pack, host.unpack):
+                y = Layer.apply(y)
+        else:
+            y = Layer.apply(y)
+    y.sum().backward()
+    timeline.stop_recording()
+    return x.grad, timeline.recorded(), [((at - memory[0][0]) / 1e6, size) for at, size in memory]
+
+
+# %% [markdown]
+# The link moves a layer's MB in 8 ms, a little less than the layer computes. **Predict**: how many times as long as with "keep"
+# does the step take, if everything is moved to the host and back?
+
+# %%
+moved = predict("If everything is moved, a step takes how many times as long?", example=2, unit="times as long")
+
+# %%
+def seconds_of(events):
+    return (max(event.end_ns for event in events) - min(event.start_ns for event in events)) / 1e9
+
+
+runs = {}
+for choice in ("keep", "recompute", "move"):
+    runs[choice] = min((run(choice) for _ in range(5)), key=lambda one: seconds_of(one[1]))
+    gradient, events, sizes = runs[choice]
+    same = torch.equal(gradient, runs["keep"][0])
+    print(f"{choice:<10} {seconds_of(events) * 1e3:.0f} ms, the gradient is that of keep, bit for bit: {same}")
+moved.compare(seconds_of(runs["move"][1]) / seconds_of(runs["keep"][1]))
+
+# %%
+show_events(
+    {choice: events for choice, (_, events, _) in runs.items()},
+    alt="Three timelines of eight layers. Keep: eight forwards, eight backwards. Recompute: a forward before each backward, so a "
+    "third longer. Move: as long as keep, with copies below, out in the forward and in in the backward.",
+)
+
+# %%
+figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+for (choice, (_, _, sizes)), color in zip(runs.items(), ("wait", "forward", "communication"), strict=True):
+    axes.step(*zip(*sizes, strict=True), where="post", color=COLORS[color], label=choice)
+axes.set(xlabel="time (ms)", ylabel="MB on the device", ylim=(0, None))
+axes.legend(frameon=False)
+show(
+    figure,
+    alt="Memory over time. Keep rises to more than eight MB at the end of the forward and falls again. Recompute rises to three MB "
+    "and falls slowly in a longer backward. Move stays between one and three MB.",
+)
+for choice in ("keep", "recompute"):
+    print(f"{choice:<10} at most {max(size for _, size in runs[choice][2]):.2f} MB")
+
+# %% [markdown]
+# "Keep" is fast, and holds the sum of all layers. "Recompute" holds the layers' inputs and one layer, and each backward begins with
+# a second forward: a third more time. "Move" hardly takes longer, *if* the link is faster than the computing, and there is time
+# before the tensor is needed. What was kept last comes back at once, so the first backward has to wait. Choose for each tensor:
+#
+# | choice | what it costs | choose it for |
+# |---|---|---|
+# | keep | memory from the forward to the backward | what fits, above all the last layers: they are needed first |
+# | recompute | its operations a second time | what is large and cheap to compute: norms, GELU, dropout, scores of attention |
+# | move | its bytes twice over the link to the host | what is expensive to compute for its size, and needed late |
+#
+# Change `rate` to 60 and run the cells again: the copies take longer than the computing, and the backward waits for each of them.
+# In PyTorch: `torch.utils.checkpoint`, with a `context_fn` that chooses by operation, and `torch.autograd.graph.save_on_cpu`. The
+# optimizer state, which is needed once in a step only, is moved more often than activations (ZeRO-Offload, Ren et al., 2021).
 #
 # ## Exercises
 #
@@ -672,6 +846,7 @@ print({name: f"{number} forwards of blocks" for name, number in forwards.items()
 # - Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
 #   https://arxiv.org/abs/2304.11277
 # - Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174: recomputation
+# - Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021, https://arxiv.org/abs/2101.06840
 #
 # Next: [07 Tensor and sequence parallel](07_tensor_and_sequence_parallel.ipynb). In ZeRO every rank still computes
 # every layer for its part of the batch. In tensor parallel a layer itself is divided.

@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 07 Tensor and sequence parallel
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/07_tensor_and_sequence_parallel.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** Several ranks compute *one* layer together, on the same examples. How is a matrix product divided, what must
 # the ranks tell each other, and what happens to that in the backward?
 #
@@ -22,6 +25,12 @@
 # know `%%ranks` and `predict` from [notebook 02](02_collectives.ipynb): a cell that begins with `%%ranks` runs on all ranks.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 2
 

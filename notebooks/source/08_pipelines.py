@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 08 Pipelines
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/08_pipelines.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** A model is too large for one device, so each rank holds some of its layers. A layer needs the output of the
 # layer before it. How can the ranks work at the same time, and when is a pipeline faster than one device after the other?
 #
@@ -19,6 +22,12 @@
 # all ranks, and `predict` asks for your guess before the run.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 3
 

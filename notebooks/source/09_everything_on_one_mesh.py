@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 09 Everything on one mesh
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/09_everything_on_one_mesh.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** A large model is trained with pipeline, data and tensor parallelism at the same time. Each rank then belongs
 # to three groups. Which ranks form which group, which of the three may use a slow link, and who decides how many ranks each
 # of them gets? At the end, two more kinds of parallelism join these: those of notebooks 11 and 12.
@@ -21,6 +24,12 @@
 # `predict` asks for your guess before the run.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 8
 
@@ -303,8 +312,9 @@ errors = [float((ours[name] - theirs[name]).abs().max()) for name in theirs]
 from pathlib import Path
 
 import hybrid_parallel.config
+from lab.notebook import REPOSITORY
 
-path = Path(hybrid_parallel.config.__file__).parent.parent / "configs" / "config.yaml"
+path = REPOSITORY / "configs" / "config.yaml"
 print("\n".join(line for line in path.read_text().splitlines() if line and not line.startswith("#")))
 
 # %% [markdown]

@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 10 When it breaks
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/10_when_it_breaks.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** A training job hangs, dies, slows down, or trains something wrong. Many ranks are involved, and most of
 # them are innocent. Which rank is it, which operation, and which line?
 #
@@ -23,9 +26,16 @@
 # number of ranks. `attempt` prints the report, without the Python traceback.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 import os
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # keeps the log lines of PyTorch's C++ code out of this page
+# keeps the log lines of PyTorch's C++ code out of this page
+os.environ |= {"TORCH_CPP_LOG_LEVEL": "FATAL", "KINETO_LOG_LEVEL": "99"}
 
 # %load_ext lab.notebook
 # %ranks 3
@@ -422,6 +432,116 @@ slow.compare(results[2][1])
 print(sentence.split(" It was")[0])  # the rest of the sentence says how late, and how often
 
 # %% [markdown]
+# ## PyTorch's profiler beside our timeline
+#
+# There is another picture of a step, and you will meet it everywhere: the trace of `torch.profiler`. It records each operator of
+# *one* process. Let us record the same steps with both. Three ranks train BabyCNN with naive data parallel, where `pattern="torch"`
+# means that PyTorch's own all-reduce sends the gradients, and rank 2 loses 100 ms in its forward. Our timeline notes forward,
+# backward, eight all-reduces and the optimizer's step: 11 spans on each rank. **Predict**: how many does the profiler write down for
+# the same step on rank 0, to the nearest hundred?
+
+# %%
+written = predict("How many spans does the profiler write?", example=100, unit="spans")
+
+# %%
+# %%ranks
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from data_parallel.train_naive import NaiveDataParallel
+from lab.models.digits import load_digits
+from lab.models.model import BabyCNN, loss_of
+from lab.trace import timeline
+
+images, labels, *_ = load_digits()
+x, y = images[rank * 64 : rank * 64 + 64], labels[rank * 64 : rank * 64 + 64]
+parallel = NaiveDataParallel(BabyCNN(seed=0), pattern="torch")
+optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+
+
+def step(late=0.0):
+    with timeline.span("forward", "forward"), record_function("forward"):
+        time.sleep(late)
+        loss = loss_of(parallel(x), y)
+    with timeline.span("backward", "backward"), record_function("backward"):
+        optimizer.zero_grad()
+        loss.backward()
+    parallel.finish_gradient_sync()
+    with timeline.span("step", "optimizer"), record_function("step"):
+        optimizer.step()
+
+
+step()  # the first one warms up
+dist.barrier()
+timeline.start_recording()
+with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    step(0.1 if rank == 2 else 0.0)
+timeline.stop_recording()
+ours = [event._replace(rank=rank) for event in timeline.recorded()]
+
+# %%
+numbers = pull("len(ours), len(profiler.events())")[0]
+print(f"our timeline: {numbers[0]} spans")
+written.compare(round(numbers[1], -2))
+
+# %% [markdown]
+# It writes down each operator, and each operator that this one calls. That has a price: a step of small operators takes longer while
+# it is recorded. So compare the parts of a trace with each other, and measure the speed of a training without a profiler.
+#
+# Now read the trace of rank 0. `export_chrome_trace("rank_0.json")` would write it for [Perfetto](https://ui.perfetto.dev), and
+# `key_averages()` adds it up by operator. Here its spans are drawn with the names that they have there: those that
+# `record_function` has named, the outermost operators below them, and what gloo's own thread did. Above it is our timeline.
+
+# %%
+# %%ranks
+from lab.trace.gantt import Event
+
+NAMED = {"forward": "forward", "backward": "backward", "step": "optimizer"}
+
+
+def spans_of(profiler):
+    """Return the profiler's spans as events: the named ones, the operators directly below, and gloo's."""
+    spans = []
+    for one in profiler.events():
+        parent = one.cpu_parent.name if one.cpu_parent else None
+        if one.name in NAMED:
+            lane, kind = "main", NAMED[one.name]
+        elif one.name.startswith("gloo"):
+            lane, kind = "gloo's thread", "communication"
+        elif parent is None or parent in NAMED:
+            lane, kind = "operators", "compute"
+        else:
+            continue
+        start, end = (int(1000 * at) for at in (one.time_range.start, one.time_range.end))
+        spans.append(Event(one.name, kind, start, end - start, lane))
+    return spans
+
+
+torchs = spans_of(profiler)
+
+# %%
+show_events(
+    {
+        "our timeline: three ranks, one clock": sum(pull("ours").values(), []),
+        "torch.profiler: rank 0": pull("torchs")[0],
+    },
+    alt="Above, three ranks on our timeline: ranks 0 and 1 end forward and backward early and wait in the first all-reduce, rank 2 "
+    "comes late. Below, the profiler's trace of rank 0: forward and backward with many operators, and a long gloo:all_reduce.",
+)
+
+# %% [markdown]
+# Both show the same long first all-reduce, and each hides something:
+#
+# - In the profiler's trace gloo's work stands on a thread of its own, and `gloo:all_reduce` lasts from the call to the result, *with the
+#   waiting*. Only the upper picture shows why: rank 2 comes late. A trace of one rank cannot tell a slow link from a slow peer.
+# - Our timeline has one bar for the backward. Only the profiler says which operator takes the time. For a table of them, run a cell
+#   with `%%rank 0` and `print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))`.
+# - Each rank's trace has its own zero. `gather_events` ([comm/clocks.py](../comm/clocks.py)) measures the difference of the clocks
+#   before it lays the ranks side by side. If you open several profiler traces together, compare lengths and not positions.
+# - On a GPU the profiler has one row more, the kernels on the device. A long gap there means that the host is too slow, and a kernel
+#   `ncclDevKernel_AllReduce` that is longer on *some* ranks means the same as above: those that wait.
+#
+# So ask the timeline *which rank*, and the profiler *which operator*.
+#
 # ## An unused parameter
 #
 # A model has two branches, and on rank 1 the batch takes the short one. The parameters of the other branch get no gradient

@@ -11,6 +11,9 @@
 # %% [markdown]
 # # 11 Long sequences
 #
+# Open this notebook in [Colab](https://colab.research.google.com/github/YOUR_ACCOUNT/distributed-training-workbook/blob/main/notebooks/11_long_sequences.ipynb), or the workbook
+# in a [Codespace](https://codespaces.new/YOUR_ACCOUNT/distributed-training-workbook).
+#
 # **Question.** A model reads a sequence that is too long for one rank. How can several ranks share *one* sequence, if each
 # token needs the keys and values of all tokens before it?
 #
@@ -22,6 +25,12 @@
 # ranks, and `predict` asks for your guess before the run.
 
 # %%
+try:
+    import lab
+except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
+    # %run distributed-training-workbook/notebooks/colab.py
+
 # %load_ext lab.notebook
 # %ranks 4
 

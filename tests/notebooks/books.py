@@ -19,7 +19,12 @@ _NUMBER = r"\d[\d,]*(\.\d*)?(e[+-]\d+)?"
 _VERDICT = "right|wrong"
 _VARIES = (
     (re.compile(r"\x1b\[\d+m"), ""),
-    (re.compile(_NUMBER + r" (s|ms|us|ns|years|[kMG]bit/s|[kMGT]B/s|[MGT]FLOP/s|tokens/s)(?=\W|$)"), "TIME"),
+    (
+        re.compile(
+            _NUMBER + r" (s|ms|us|ns|years|[kMG]bit/s|[kMGT]B/s|[MGT]FLOP/s|tokens/s|% of the peak)(?=\W|$)"
+        ),
+        "TIME",
+    ),
     (re.compile(_NUMBER + r" times as (long|fast)\b"), "TIMES"),
     (re.compile(rf"(TIMES?) +({_VERDICT})"), r"\1"),
     (re.compile(r"/[\w./-]+/"), "PATH/"),

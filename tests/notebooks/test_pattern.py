@@ -4,6 +4,7 @@ It is a pair: a readable .py, and an .ipynb with the same cells and their output
 """
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from exercises.names import all_exercises
 from tests.notebooks.books import BOOKS, NAMES, ROOT, source_of
 
 README = (ROOT / "notebooks" / "README.md").read_text("utf-8")
+ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Repository"]
 BELIEFS = re.findall(r'^\| "(.+?)" \| (.+) \| \[\d\d\]\((\w+)\.ipynb\): (.+) \|$', README, re.M)
 
 
@@ -73,6 +75,19 @@ def test_it_begins_with_a_question_and_the_minutes_that_the_readme_says(book):
     assert re.search(r"^\*\*Question\.\*\* [^#]*?\?", first, re.M)
     [minutes] = re.findall(r"about (\d+) minutes", prose_of(cells_of(book)[:2]))
     assert f"({book.name}) | {minutes} |" in README and 20 <= int(minutes) <= 40
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
+def test_it_opens_in_colab_and_codespaces_where_its_first_cell_fetches_the_workbook(book):
+    first = cells_of(book)[0].source
+    project = ADDRESS.removeprefix("https://github.com/")
+    assert f"/github/{project}/blob/main/notebooks/{book.name})" in first
+    assert f"https://codespaces.new/{project})" in first
+    start = next(cell.source for cell in cells_of(book) if cell.cell_type == "code")
+    lines = [line.strip() for line in start.splitlines()]
+    assert lines[:2] == ["try:", "import lab"] and lines[3].startswith("!git clone")
+    assert lines[3].endswith(ADDRESS) and lines[4] == f"%run {project.partition('/')[2]}/notebooks/colab.py"
+    assert "\n%load_ext lab.notebook\n%ranks " in start
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
