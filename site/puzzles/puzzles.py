@@ -66,7 +66,7 @@ PUZZLES = [
         " g.",
         everywhere(2, 2, "full"),
         microbatches="ab",
-        budget=(11, 19),
+        budget=(10, 19),
         fewest=9,
     ),
     puzzle(
