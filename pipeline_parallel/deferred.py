@@ -64,9 +64,9 @@ class SplitLinear(torch.autograd.Function):
 
 def add_to(parameter: Tensor, gradient: Tensor) -> None:
     """Add to the gradient of a parameter, or begin it."""
-    gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
-        parameter.grad = gradient
+        # With the parameter's strides, because a fused optimizer pairs elements by their order in memory.
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad += gradient
 

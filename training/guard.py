@@ -92,14 +92,20 @@ class Guard:
         named = self._module.named_parameters(remove_duplicate=False)
         return {name: (id(p), p.requires_grad, p.dtype, p.device) for name, p in named}
 
-    def before_forward(self) -> None:
-        """Raise WorkbookError if the module has other parameters than when it was wrapped."""
+    def before_forward(self, is_step: bool = False) -> None:
+        """Raise WorkbookError if the module has other parameters than when it was wrapped.
+
+        Before a step, only those that are trained count.
+        """
         now = self._parameters() if torch.is_grad_enabled() else self._wrapped
         changed = [name for name in self._wrapped | now if self._wrapped.get(name) != now.get(name)]
+        if is_step:
+            changed = [name for name in changed if name in now and now[name][1]]
         if changed:
             raise WorkbookError(
-                f"{changed[0]} was added, removed, replaced, frozen, unfrozen, cast or moved after wrapping, "
-                "and would not be trained as on one process: change the module first, then wrap it."
+                f"The parameter {changed[0]} was added, removed, replaced, copied, frozen, unfrozen, cast or "
+                "moved after wrapping, and would not be trained as on one process: change or copy the module "
+                "first, then wrap it."
             )
 
     def note_arrival(self, parameter: Tensor) -> bool:
@@ -143,7 +149,8 @@ class Guard:
         self._has_local_gradients = False
 
     def before_step(self) -> None:
-        """Raise WorkbookError if the gradients of a backward have not been averaged yet."""
+        """Raise WorkbookError if gradients have not been averaged yet, or were not all watched."""
+        self.before_forward(is_step=True)  # a mesh or a schedule does not run the wrapper's forward
         if self.arrived or self._has_local_gradients:
             raise WorkbookError("Call finish_gradient_sync() after the last backward, and before step().")
 

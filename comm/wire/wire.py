@@ -198,6 +198,11 @@ dist.ProcessGroup.__deepcopy__ = lambda group, memo: group  # type: ignore[attr-
 
 def group_of(group: Group) -> dist.ProcessGroup:
     """Return the group, or the group of all ranks for None. Raise CommError if there is none yet."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # else the compiler would report an error of its own
+        raise CommError(
+            "torch.compile cannot trace communication: compile only layers that do not communicate."
+        )
     world = dist.group.WORLD
     if world is None:
         raise CommError("There is no process group yet: call comm.rendezvous.join() first.")

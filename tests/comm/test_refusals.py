@@ -49,3 +49,14 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
         assert works()
 
     run_ranks(call, 2, group_timeout=10)
+
+
+def test_compiled_code_that_communicates_ends_in_one_sentence():
+    def call(cluster) -> str:
+        compiled = torch.compile(lambda x: collectives.all_reduce(x * 2), backend="eager")
+        return error_text(lambda: compiled(torch.ones(2)))
+
+    [sentence] = set(run_ranks(call, 2, timeout=120))
+    assert (
+        sentence == "torch.compile cannot trace communication: compile only layers that do not communicate."
+    )

@@ -51,11 +51,13 @@ def test_a_parameter_that_is_added_or_frozen_after_wrapping_is_refused():
             model = wrap(layers(cluster.rank))
             accumulate(model, lambda model, x, _: mean_square(model, x), mine(cluster, (X, X)), 1)
             model.module.append(nn.Linear(3, 3).double())
-            with pytest.raises(WorkbookError, match=r"^3.weight was added, .* after wrapping"):
+            with pytest.raises(WorkbookError, match=r"^The parameter 3.weight was added, .* after wrapping"):
                 model(X)
             del model.module[3]
             model.module[0].requires_grad_(False)
-            with pytest.raises(WorkbookError, match=r"^0.weight was added, .* frozen, .* after wrapping"):
+            with pytest.raises(
+                WorkbookError, match=r"^The parameter 0.weight was added, .* frozen, .* after wrapping"
+            ):
                 model(X)
 
     run_ranks(work, 2)

@@ -101,3 +101,13 @@ def test_what_is_frozen_keeps_nothing_for_later():
             y = module.requires_grad_(False)(x)
         y.sum().backward()
         assert not later
+
+
+def test_a_weight_gradient_has_the_strides_of_its_weight_which_fused_optimizers_count_on():
+    module = nn.Linear(4, 3)
+    module.weight = nn.Parameter(torch.randn(4, 3).t())
+    later: Later = []
+    with Deferring(later):
+        module(torch.randn(2, 4)).sum().backward()
+    compute_gradients(later)
+    assert module.weight.grad.stride() == module.weight.stride()

@@ -53,7 +53,7 @@ def test_a_parameter_that_changed_after_wrapping_is_named(
     change(layers)
     with torch.no_grad():
         guard.before_forward()  # an evaluation trains nothing
-    with pytest.raises(WorkbookError, match=f"^{name} was added, .* change the module first, then wrap it"):
+    with pytest.raises(WorkbookError, match=f"^The parameter {name} was added, .* first, then wrap it"):
         guard.before_forward()
 
 
@@ -77,6 +77,16 @@ def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
     guard.expect_gradients()
     guard.before_step()
     backward(layers)
+
+
+def test_a_step_after_a_parameter_was_unfrozen_is_refused_where_no_forward_runs_through_the_wrapper() -> None:
+    layers = model()
+    frozen = next(layers.parameters()).requires_grad_(False)
+    guard = watched(layers)
+    guard.before_step()
+    frozen.requires_grad_(True)
+    with pytest.raises(WorkbookError, match=r"weight was added, .* after wrapping"):
+        guard.before_step()
 
 
 def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
