@@ -87,7 +87,8 @@ def _expectation(one: Compared) -> str:
     if isinstance(got, Tensor) or isinstance(expected, Tensor):
         found = wrong_values(one).get("")
         return f"{what}, and it is not so{': ' + found.text if found else ''}"
-    side = f"`{_short(one.what.partition(f' {one.operator} ')[0])}`"
+    left = one.what.partition(f" {one.operator} ")[0]
+    side = "what the ranks return" if left.startswith("run_ranks(") else f"`{_short(left)}`"
     if expected is None and one.operator == "is not":
         return f"{side} is None"
     if one.operator not in LIMITS:

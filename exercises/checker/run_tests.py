@@ -19,6 +19,8 @@ from typing import IO, Any
 import cloudpickle
 import pytest
 import torch
+from _pytest.assertion import install_importhook
+from _pytest.config import _prepareconfig
 
 import tests.conftest  # noqa: F401  # the settings of all tests
 from exercises.catalog import Exercise
@@ -64,9 +66,8 @@ def short_hangs() -> Iterator[None]:
 
 def error_of(test: str) -> BaseException | None:
     """Run the test with this id, as pytest writes it; return its error, or None if it passes."""
-    file, _, name = test.partition(".py::")
-    name, _, parameter = name.partition("[")
-    function = getattr(importlib.import_module(file.replace("/", ".")), name)
+    name, _, parameter = test.partition(".py::")[2].partition("[")
+    function = getattr(importlib.import_module(_module_of(test)), name)
     try:
         with short_hangs():
             function(**_arguments(function, parameter.rstrip("]")))
@@ -87,6 +88,18 @@ def _arguments(function: Any, identity: str) -> dict[str, object]:
     return {mark.args[0]: dict(zip(names, values, strict=True))[identity]}
 
 
+def keep_what_assertions_compare(exercise: Exercise) -> None:
+    """Import the tests again as pytest does, so that the values of a failed assertion can be told."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    install_importhook(_prepareconfig(["--noconftest", "-p", "no:cacheprovider"]))
+    for test in exercise.tests:
+        sys.modules.pop(_module_of(test), None)
+
+
+def _module_of(test: str) -> str:
+    return test.partition(".py::")[0].replace("/", ".")
+
+
 def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], None], seconds: float) -> None:
     """Run the exercise's tests in this process, which the system ends after `seconds` of computing.
 
@@ -97,6 +110,7 @@ def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], N
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
     sys.dont_write_bytecode = True  # that of the file could be out of date after the next save
     torch.set_num_threads(1)
+    keep_what_assertions_compare(exercise)
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -95,6 +95,13 @@ def test_the_file_fails_the_killer_and_passes_it_once_mended(tmp_path, summed):
         assert (error is None) == is_mended, error
 
 
+def test_a_grade_tells_what_the_ranks_have_returned_and_what_they_should(tmp_path):
+    bug, file = by_mutant()["all_gather_by_arrival"], tmp_path / "bug.py"
+    file.write_text(generated(bug).replace("chunks = shards_of", "changed = chunks = shards_of"))
+    said = grade(bug, file).sentence
+    assert "what the ranks return is [[1.0, 2.0, 31.0" in said and "test expects [[1.0, 2.0, 11.0" in said
+
+
 def test_the_commands_make_the_file_once_keep_what_was_written_and_list_the_easiest_first(
     tmp_path, capsys, summed
 ):
