@@ -2,10 +2,11 @@
 
 Each of a lesson's tests that grade an exercise is one test here, so what passes is the partial credit. An
 exercise is graded in a process of its own, as by `python -m exercises check`, and no trace is shown. Its
-markers are its name and its lesson's folder; a bug that has been opened has its name and `bug`.
+markers are its name and its lesson's folder; a bug that has a file or is asked for has its name and `bug`.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,15 @@ class NotPassed(Exception):
 
 
 class Exercises(pytest.File):
-    """All exercises, also those without a file yet, and the bugs that have one."""
+    """All exercises, also those without a file yet, and the bugs that have one or that `-m` names."""
 
     def collect(self):
         from exercises.catalog import EXERCISES
         from exercises.find_the_bug import bugs
 
-        opened = [bug for bug in bugs() if (FOLDER / bug.file).exists()]
-        for exercise in (*EXERCISES, *opened):
+        asked = re.findall(r"\w+", self.config.getoption("markexpr"))
+        chosen = [bug for bug in bugs() if bug.name in asked or (FOLDER / bug.file).exists()]
+        for exercise in (*EXERCISES, *chosen):
             for marker in markers_of(exercise):
                 text = f"{marker}: the exercise, lesson or kind of exercise"
                 self.config.addinivalue_line("markers", text)

@@ -175,7 +175,8 @@ PLANS = (
 
 
 def plan(course: Plan) -> str:
-    """Return a course's heading and its table of weeks."""
+    """Return a course's heading, its table of weeks, and the commands that grade them."""
+    grading = ["", "To grade a week, with `--submission` and `--exercise-report` as above:", "", "```bash"]
     lines = ["| week | notebooks | exercises | bugs | minutes |", "|---|---|---|---|---:|"]
     seen: list[str] = []  # the numbers of notebooks in all weeks so far
     chosen: list[Exercise] = []
@@ -193,8 +194,10 @@ def plan(course: Plan) -> str:
         minutes = minutes_of(new) + sum(each.minutes for each in (*written, *broken))
         longest = max(longest, minutes)
         lines.append(f"| {' | '.join([*cells, str(minutes)])} |")
+        if asked := " or ".join(each.name for each in (*written, *broken)):
+            grading.append(f'pytest exercises -m "{asked}"  # week {week}')
     text = course.text.format(hours=math.ceil(longest / 60))
-    return "\n".join([f"### {course.title}", "", text, "", *lines])
+    return "\n".join([f"### {course.title}", "", text, "", *lines, *grading, "```"])
 
 
 def share(book: str, earlier: int, course: Plan) -> list[Exercise]:
