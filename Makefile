@@ -100,7 +100,8 @@ endif
 # The last line runs only after everything has worked, so an interrupted set-up starts again.
 $(READY): requirements.txt pyproject.toml hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); choose another one: make PYTHON=python3.12" >&2; exit 1; }
-	@echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2
+	@if [ -e $(VENV) ]; then echo "Setting up $(VENV) again: what it needs, or its place, has changed" >&2; \
+	else echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2; fi
 	@rm -f $@
 	@trap '' INT; $(PYTHON) -m venv $(VENV) # after Ctrl-C make ends when this has ended, without Python's traceback
 	@index='$(TORCH_INDEX_URL)'; \

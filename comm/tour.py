@@ -76,17 +76,31 @@ ARGUMENTS = {  # of each operation; if it is not listed, the full tensor
 }
 
 
+MEANINGS = {
+    "broadcast": "all ranks get the tensor of rank 0",
+    "scatter": "rank 0 gives each rank one part",
+    "gather": "rank 0 gets the shard of each rank",
+    "reduce": "rank 0 gets the sum of all tensors",
+    "all_gather": "all ranks get the shard of each rank",
+    "reduce_scatter": "each rank gets its part of the sum",
+    "all_reduce": "all ranks get the sum",
+    "all_to_all": "each rank gives each other rank one part",
+    "barrier": "no rank goes on before all are there",
+}
+
+
 def call(op: str, pattern: str, t: Tensors) -> None:
     """Call one collective. The root is rank 0."""
     getattr(c, op)(*(t[name] for name in ARGUMENTS.get(op, ("full",))), pattern=pattern)
 
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
-    """Return the tensors of a call. Element i of `full` is 10 * rank + i, so that it shows its origin."""
+    """Return the tensors of a call. Element i of `full` is 10 * rank + i, and `shard` has
+    100 + rank: so each number shows its origin."""
     device = message_device(None)
     full = torch.arange(numel, dtype=torch.float32, device=device) + 10 * cluster.rank
     mine = shard_sizes(numel, cluster.world_size)[cluster.rank]
-    shard = torch.full((mine,), -float(cluster.rank), device=device)
+    shard = torch.full((mine,), 100.0 + cluster.rank, device=device)
     return {"full": full, "shard": shard, "out": torch.zeros(numel, device=device)}
 
 
@@ -104,7 +118,7 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
     after = {name: t[name].int().tolist() for name in names}
     rows = exchange({"before": before, "after": after})
     if cluster.is_main and names:
-        table = Table(title=op, title_justify="left", title_style="bold")
+        table = Table(title=f"{op}: {MEANINGS[op]}", title_justify="left", title_style="bold")
         for column in ("rank", *(f"{name} {when}" for name in names for when in ("before", "after"))):
             table.add_column(column)
         for rank, row in enumerate(rows):
@@ -185,10 +199,14 @@ def main(cluster: Cluster, args: Args) -> None:
         rows += [measure(cluster, op, pattern, args, link) for pattern in patterns]
     if not cluster.is_main:
         return
-    kind = "This link is simulated" if simulated is not None else "This link is as it is here"
+    kind = "This link is simulated (ARGS='--link none' takes the real one)"
+    kind = kind if simulated is not None else "This link is as it is here"
     rate = f"{units.show_seconds(link.beta)} a byte ({units.show_rate(link.beta)})"
     console.print(f"\n{kind}: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
-    console.print(table_of(rows, f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks", n))
+    title = f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks"
+    if not measures_all:
+        title += ", each in the pattern that is fastest by formula"
+    console.print(table_of(rows, title, n))
     if any(row["by_formula"] for row in rows):
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
     for sentence in conclusion(cluster, rows, args):
@@ -223,21 +241,19 @@ def table_of(rows: list[dict], title: str, world_size: int) -> Table:
 
 def conclusion(cluster: Cluster, rows: list[dict], args: Args) -> list[str]:
     """Return what the table means, and what to run next."""
-    header, said = cost.header_traffic(cluster.world_size), []
+    said, header = [], cost.header_traffic(cluster.world_size)
     if header.messages_sent and dist.get_backend() != "nccl":
-        sent = f"{header.messages_sent} messages, {units.show_bytes(header.bytes_sent)}"
+        sent = f"{header.messages_sent} messages of {units.show_bytes(header.bytes_sent)} together"
         said.append(
-            f"Before each operation ranks check in a header ({sent}; not counted here) that all call it."
+            f"Ranks check by a header that all call the same operation: {sent}, only in the times here."
         )
     if times := [row["seconds"] / row["predicted_seconds"] for row in rows if row["predicted_seconds"]]:
         middle = statistics.median(abs(ratio - 1) for ratio in times)
         said.append(f"Half of the measured times are within {middle:.0%} of the predicted ones.")
     if dist.get_backend() == "nccl":
         return [*said, "Our patterns need gloo: BACKEND=gloo shows them beside torch's."]
-    return [
-        *said,
-        "--all shows the other patterns." if not args.all else "RUN_MODE=point_to_point measures the link.",
-    ]
+    link = "RUN_MODE=point_to_point measures this machine's own link."
+    return [*said, link if args.all else "ARGS=--all shows the other patterns, and PyTorch's own."]
 
 
 def _shown(show: Callable[[float], str], value: float | None) -> str:

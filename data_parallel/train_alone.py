@@ -89,7 +89,7 @@ def main(cluster: Cluster, args: Args) -> None:
     model = BabyCNN(seed=args.seed).to(cluster.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     steps = min(args.steps or args.epochs * len(loader), args.epochs * len(loader))
-    meter = Meter(cluster, "train", steps, tokens_per_step=args.batch_size, as_json=args.json)
+    meter = Meter(cluster, "train", steps, tokens_per_step=args.batch_size, as_json=args.json, unit="images")
     table = Table("epoch", "accuracy of each replica", "drift of each replica")
 
     done = 0

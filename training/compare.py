@@ -25,6 +25,7 @@ from lab import units
 from lab.launch.errors import WorkbookError
 from lab.trace.gantt import Event, draw_panels
 from lab.trace.timeline import read_chrome_trace
+from lab.what_changed import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = Path("traces")
@@ -79,10 +80,10 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "step": lambda f: units.show_seconds(f["step_seconds"]),
     "computing": lambda f: units.show_seconds(f["compute_seconds"]),
     "communication": lambda f: units.show_seconds(f["communication_seconds"]),
-    "hidden": lambda f: f"{f['hidden_share']:.0%}",
+    "of it hidden": lambda f: f"{f['hidden_share']:.0%}",
     "bubble": lambda f: f"{f['bubble']:.0%}",
-    "a rank sent": lambda f: units.show_bytes(f["bytes_sent"]),
-    "messages": lambda f: f"{f['messages_sent']:,}",
+    "sent in a step": lambda f: units.show_bytes(f["bytes_sent"] / f["steps"]),
+    "messages": lambda f: f"{f['messages_sent'] / f['steps']:,.0f}",
     "memory": lambda f: units.show_bytes(f["peak_memory_bytes"]),
     "last loss": lambda f: f"{f['last_loss']:.3f}",
 }
@@ -127,6 +128,7 @@ def conclusion(runs: Runs) -> str:
 
 def main(modes: list[str], words: str, in_containers: bool) -> None:
     """Compare the modes: print a table and a sentence, and draw a picture."""
+    modes = [SHORT.get(mode, mode) for mode in modes]
     if len(set(modes)) < 2 or len(set(modes)) < len(modes):
         raise WorkbookError("MODES: name at least two different RUN_MODEs, with a space between them.")
     if without := [mode for mode in modes if mode in NO_TIMELINE]:

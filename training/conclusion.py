@@ -66,15 +66,16 @@ def _step(f: Figures) -> str | None:
         return None
     predicted = f.get("predicted_step_seconds")
     by_formula = f" (predicted {units.show_seconds(predicted)})" if predicted else ""
-    return (
-        f"{units.show_seconds(f['step_seconds'])}{by_formula}, {f['tokens_per_second']:,.0f} tokens a second"
-    )
+    what = "images" if "accuracy" in f or "validation_accuracy" in f else "tokens"
+    speed = f"{f['tokens_per_second']:,.0f} {what} a second"
+    used = f", MFU {f['mfu']:.0%}" if "mfu" in f else ""
+    return f"{units.show_seconds(f['step_seconds'])}{by_formula}, {speed}{used}"
 
 
 def _computing(f: Figures) -> str | None:
-    parts = [f"{units.show_seconds(f['compute_seconds'])} of the step"] if f.get("compute_seconds") else []
-    parts += [f"{f['mfu']:.0%} of the FLOP/s of these devices (MFU)"] if "mfu" in f else []
-    return "; ".join(parts)
+    if not f.get("compute_seconds"):
+        return None
+    return f"{units.show_seconds(f['compute_seconds'])} of the step"
 
 
 def _communication(f: Figures) -> str | None:
@@ -87,7 +88,8 @@ def _communication(f: Figures) -> str | None:
 def _sent(f: Figures) -> str | None:
     if not f.get("bytes_sent"):
         return None
-    sent = f"{units.show_bytes(f['bytes_sent'])} in {f['messages_sent']:,} messages"
+    size = units.show_bytes(f["bytes_sent"] / f["steps"])
+    sent = f"{size} in {f['messages_sent'] / f['steps']:,.0f} messages a step"
     if not f.get("bytes_formula"):
         return sent
     return sent + _checked(f, ("bytes_sent", "messages_sent"), ("bytes_formula", "messages_formula"))
@@ -98,7 +100,8 @@ def _checked(f: Figures, counted: tuple[str, ...], formulas: tuple[str, ...]) ->
     values = [f.get(name) for name in formulas]
     if [f[name] for name in counted] == values:
         return ", as the formula says"
-    return f"; the formula says {' and '.join(format(value, ',') for value in values)}"
+    found = " and ".join(f"{f[name]:,}" for name in counted)
+    return f"; {found} in all, where the formula says {' and '.join(format(v, ',') for v in values)}"
 
 
 def _memory(f: Figures) -> str | None:
@@ -200,7 +203,7 @@ def _one_rank(f: Figures) -> str | None:
 
 
 def _drifted(f: Figures) -> str | None:
-    return "Each rank has trained a model of its own, and none is better for it." if "drift" in f else None
+    return "Each rank has trained a model of its own, on its part of the data." if "drift" in f else None
 
 
 def _idle(f: Figures) -> str | None:

@@ -287,7 +287,8 @@ class Run:
             self._peak_flops = measure_flops(self._cluster.device, dtype)
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
-        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step)
+        unit = "tokens" if self._model == "gpt" else "images"
+        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step, unit)
 
     @property
     def _steps_done(self) -> int:

@@ -46,14 +46,16 @@ def full_help(arguments: type, prog: str) -> str:
 
 def short_help(arguments: type, prog: str) -> str:
     """Return the help with the options in sight."""
-    lines, by_name = [f"usage: {prog} [OPTIONS]", "", *textwrap.wrap(arguments.__doc__ or "", WIDTH)], {}
+    usage = [f"usage: {prog} [OPTIONS]", "   or: make run RUN_MODE=... WORLD_SIZE=2 ARGS='[OPTIONS]'"]
+    lines, by_name = [*usage, "", *textwrap.wrap(arguments.__doc__ or "", WIDTH)], {}
     for option in _parser(arguments, prog)._actions:
         by_name[name_of(option)] = option
     for heading, names in options_in_sight(arguments, list(by_name)).items():
         lines += ["", heading]
         for name in names:
             lines += _lines_of(by_name[name])
-    return "\n".join([*lines, "", f"--help-all shows all {len(by_name) - 1} options.", ""])
+    others = f"--help-all (make run ARGS=--help-all) shows all {len(by_name) - 1} options."
+    return "\n".join([*lines, "", others, ""])
 
 
 def options_in_sight(arguments: type, names: Sequence[str]) -> dict[str, list[str]]:
@@ -84,9 +86,14 @@ def _lines_of(option: Action) -> list[str]:
     help_ = " ".join((option.help or "").split())
     is_switch, indent = "--no-" in option.option_strings[-1], " " * COLUMN
     name = option.option_strings[-1 if is_switch and help_.endswith("(default: True)") else 0]
-    head = f"  {name}" if is_switch else f"  {name} {str(option.metavar).replace('{None}|', '')}"
+    head = f"  {name}" if is_switch else f"  {name} {_choices(str(option.metavar))}"
     first, *others = textwrap.wrap(help_, WIDTH - COLUMN)
     heads = [head.ljust(COLUMN) + first]
     if len(head) >= COLUMN:
         heads = [*textwrap.wrap(head, WIDTH, subsequent_indent="    "), indent + first]
     return [*heads, *(indent + line for line in others)]
+
+
+def _choices(metavar: str) -> str:
+    """Return the values that an option takes, without None, which is no value to write."""
+    return metavar.replace("{None}|", "").replace(",None}", "}").replace(",", ", ")

@@ -41,8 +41,8 @@ class StepRecord:
 class Meter:
     """Times the steps of one rank, without the first `warmup` steps, but at most half of all.
 
-    `tokens_per_step` is that of the global batch, over all ranks. `steps` is the number of the last step; a
-    run that continues from a checkpoint begins after `first_step`.
+    `tokens_per_step` is that of the global batch, over all ranks, and `unit` names what they are. `steps` is
+    the number of the last step; a run that continues from a checkpoint begins after `first_step`.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class Meter:
         as_json: bool = False,
         warmup: int = 2,
         first_step: int = 0,
+        unit: str = "tokens",
     ) -> None:
         self._cluster, self._run_mode, self._as_json = cluster, run_mode, as_json
         self._steps, self._first_step, self._warmup = steps, first_step, warmup
-        self._tokens_per_step = tokens_per_step
+        self._tokens_per_step, self._unit = tokens_per_step, unit
         self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
         self._console = Console(stderr=as_json)
         self._printed_at = -math.inf
@@ -130,7 +131,7 @@ class Meter:
         if len(self.windows) > 1 and done < self._steps and waited < PROGRESS_SECONDS:
             return
         loss, rate = self._loss(), self._tokens_per_second()
-        words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} tokens/s"
+        words = f"loss {'-' if loss is None else format(loss, '.4f')}  {rate:,.0f} {self._unit}/s"
         self.note(f"step {done}/{self._steps}  {words}")
         self._printed_at = time.perf_counter()
 

@@ -11,7 +11,7 @@ from training import compare
 def figures(mode: str, step: float, communication: float | None = 0.4, **more: object) -> compare.Figures:
     shares = {"compute_seconds": 0.5, "communication_seconds": communication, "hidden_share": 0.25}
     counted = {"bytes_sent": 10, "messages_sent": 2, "peak_memory_bytes": 7, "last_loss": None}
-    return {"run_mode": mode, "world_size": 2, "step_seconds": step} | shares | counted | more
+    return {"run_mode": mode, "world_size": 2, "steps": 4, "step_seconds": step} | shares | counted | more
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("modes", "words", "sentence"),
     [
-        ("zero1", "", "MODES: name at least two different RUN_MODEs"),
+        ("naive data_parallel_naive", "", "MODES: name at least two different RUN_MODEs"),
         ("comm zero1", "", "MODES: comm has no timeline to compare"),
         ("zero1 zero2", "--json", "make compare itself adds --json and --trace"),
     ],
