@@ -13,9 +13,8 @@ from typing import Any
 
 import cloudpickle
 
-from exercises.catalog import BY_NAME, Exercise, name_of
+from exercises.catalog import BY_NAME, PICKLE, Exercise, name_of
 from exercises.checker.grade import INVALID, Grade, judge
-from exercises.checker.process import PICKLE
 from exercises.find_the_bug import Bug
 from exercises.names import all_exercises, exercise_named, typed
 

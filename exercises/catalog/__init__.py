@@ -11,7 +11,7 @@ from exercises.catalog import (
     tensor_parallel,
     zero,
 )
-from exercises.catalog.exercise import ROOT, Exercise, name_of
+from exercises.catalog.exercise import PICKLE, ROOT, Exercise, name_of
 
 LESSONS = (
     comm,
@@ -34,4 +34,4 @@ EXERCISES: tuple[Exercise, ...] = tuple(
 )
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
-__all__ = ["BY_NAME", "EXERCISES", "ROOT", "Exercise", "name_of"]
+__all__ = ["BY_NAME", "EXERCISES", "PICKLE", "ROOT", "Exercise", "name_of"]

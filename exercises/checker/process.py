@@ -18,7 +18,6 @@ from exercises.catalog import ROOT, Exercise
 from lab.launch.main_module import main_module_hidden
 
 _context: Any = multiprocessing.get_context("forkserver")
-PICKLE = ".pickle"  # the file of functions that were defined in a notebook
 BUSY = 5  # on a busy machine, how many seconds of the clock a second of computing may take
 
 
