@@ -15,12 +15,13 @@ seconds per byte and buckets of b bytes (comm/cost.py), in seconds from the star
 
 Buckets are filled in the reverse of the order in which the model registers its parameters. That is about the
 order in which a backward computes their gradients, if the model registers its layers in the order in which it
-runs them. If not, training is right, but less is hidden: with the layers registered backwards, nothing.
+runs them. If not, training is right, but less is hidden. With the layers registered backwards, nothing is
+hidden.
 
 Gradients live in the buckets: `param.grad` is a view of its place in one, so nothing is copied after the
 all-reduce. By default `zero_grad()` drops the view: autograd makes a new tensor, and the hook copies it into
-the bucket. `zero_grad(set_to_none=False)` writes zeros into the view, and autograd adds to them. That takes
-longer than the copy: one more pass over the bucket.
+the bucket. `zero_grad(set_to_none=False)` writes zeros into the view, and autograd adds to them. That is
+slower than the copy, because it writes the bucket twice: the zeros, and then the sums.
 
 PyTorch's DistributedDataParallel is built on the same idea, and observes in the first step in which order
 gradients come: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704.
@@ -98,7 +99,8 @@ class BucketDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
-    several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
+    several microbatches, divide each one's sum of losses by the step's number of valid targets
+    (training/valid_targets.py), and run all but the last inside `no_sync()`.
     What is supported and refused is as in NaiveDataParallel (train_naive.py).
     """
 

@@ -40,8 +40,9 @@ class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
-    With several microbatches, divide each loss by their number, as on one process. `pattern` names the
-    algorithm of the all-reduces: None is the ring, or with NCCL torch's own. Broadcasts ignore it.
+    With several microbatches, divide each one's sum of losses by the step's number of valid targets
+    (training/valid_targets.py). `pattern` names the algorithm of the all-reduces: None is the ring, or with
+    NCCL torch's own. Broadcasts ignore it.
 
     Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
     at wrapping, and are not sent again (DDP sends rank 0's before every forward). training/guard.py refuses

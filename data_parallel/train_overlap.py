@@ -50,7 +50,8 @@ class OverlapDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients during the backward.
 
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
-    several microbatches, divide each loss by their number and run all but the last inside `no_sync()`.
+    several microbatches, divide each one's sum of losses by the step's number of valid targets
+    (training/valid_targets.py), and run all but the last inside `no_sync()`.
     What is supported and refused is as in NaiveDataParallel (train_naive.py).
     """
 

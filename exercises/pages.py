@@ -84,15 +84,17 @@ def route(folder: str, books: list[str]) -> str:
     files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
     links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
     changes = [
-        f" `make diff FROM={old} TO={new}` shows what a step changes." for old, new in steps_of(folder)
+        f" `make diff FROM={old} TO={new}` shows what the second changes, and so the solutions."
+        for old, new in steps_of(folder)
     ]
     bug = next(each for each in bugs() if each.module in {one.module for one in there})
     steps = (
         f"**Predict**, {minutes_of(books)} minutes: `make notebooks`, and open {notebooks}.",
         f"**Write**, {minutes} minutes: `make exercises ARGS='watch {there[0].name}'` makes the first file, "
         f"and grades it on each save. The {len(there)} exercises: {names}.",
-        f"**Read** what you have written, in its place: {links}. Do not open these files before: they "
-        f"contain the solutions. The sections below lead through them.{''.join(changes[:1])}",
+        f"**Read** what you have written, in its place: {links}. These files contain the "
+        "solutions, so open one when all of its exercises are solved. The sections below say when it is time "
+        f"for which notebook, exercise and file: work section by section.{''.join(changes[:1])}",
         f"**Break**, {bug.minutes} minutes and more: `make exercises ARGS='bug {bug.name}'` makes a wrong "
         "version of one of these files, in which you find the mistake. `make exercises ARGS=bugs` lists all.",
     )
