@@ -79,10 +79,13 @@ def test_a_lesson_s_page_begins_with_its_route_and_leads_to_no_solution_before_i
     assert titles[1:3] == ["The route", "What to run"]
     sections = page.partition("\n## What to run\n")[2].partition("\n## ")[2]
     there = {one.name: one for one in EXERCISES if one.file.parts[0] == folder}
-    for paragraph in re.finditer(r"\*\*Write\*\*(?:.+\n)+", sections):
+    named = []
+    for paragraph in re.finditer(r"\*\*Write\*\*.*\n(?:.+\n)*", sections):
         for name in re.findall(r"`(\w+)`", paragraph[0]):
             file = there[name].lesson.relative_to(ROOT / folder).as_posix()
             assert f"]({file})" not in sections[: paragraph.end()], name
+            named.append(name)
+    assert sorted(named) == sorted(there)
 
 
 def test_the_changelog_names_every_lesson():
