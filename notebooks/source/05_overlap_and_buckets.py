@@ -25,6 +25,7 @@
 try:
     import lab
 except ImportError:  # the workbook is not here, as in Colab: fetch it and install it
+    print("Fetching and installing the workbook ...")
     # !git clone -q --depth 1 https://github.com/YOUR_ACCOUNT/distributed-training-workbook
     # %run distributed-training-workbook/notebooks/colab.py
 
