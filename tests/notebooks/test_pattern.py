@@ -85,8 +85,8 @@ def test_it_opens_in_colab_and_codespaces_where_its_first_cell_fetches_the_workb
     assert f"https://codespaces.new/{project})" in first
     start = next(cell.source for cell in cells_of(book) if cell.cell_type == "code")
     lines = [line.strip() for line in start.splitlines()]
-    assert lines[:2] == ["try:", "import lab"] and lines[3].startswith("!git clone")
-    assert lines[3].endswith(ADDRESS) and lines[4] == f"%run {project.partition('/')[2]}/notebooks/colab.py"
+    assert lines[:2] == ["try:", "import lab"] and lines[4].startswith("!git clone")
+    assert lines[4].endswith(ADDRESS) and lines[5] == f"%run {project.partition('/')[2]}/notebooks/colab.py"
     assert "\n%load_ext lab.notebook\n%ranks " in start
 
 
