@@ -85,7 +85,8 @@ class LinksToSources(SphinxTransform):
             path = (Path(self.env.doc2path(docname)).parent / link["reftarget"]).resolve()
             root = Path(self.env.srcdir).resolve()
             is_shown = link.get("reftype") == "myst" and not link.get("refdomain") and path.exists()
-            if not is_shown or not path.is_relative_to(root):
+            is_picture = path.suffix in (".png", ".svg")  # Sphinx copies it
+            if not is_shown or is_picture or not path.is_relative_to(root):
                 continue
             page = page_of(self.env, path.relative_to(root).as_posix())
             uri = posixpath.relpath(page, posixpath.dirname(docname) or ".")
