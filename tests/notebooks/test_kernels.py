@@ -64,4 +64,4 @@ def test_functions_and_cells_run_on_ranks_and_a_deadlock_can_be_interrupted():
     assert error["traceback"][-1].strip() == "The ranks keep their variables."
     assert outputs[6][0]["data"]["text/plain"] == "ranks 0, 1: tensor([1.])"
     example, result = outputs[7]
-    assert "there is no keyboard" in example["text"] and result["data"]["text/plain"] == "2"
+    assert "there is no keyboard" in example["text"] and result["data"]["text/plain"] == "(2, 2)"
