@@ -58,7 +58,7 @@ def _loss(f: Figures) -> str | None:
     if "first_loss" not in f or "last_loss" not in f:
         return None
     held_out = f"; {f['validation_loss']:.3f} on held-out data" if "validation_loss" in f else ""
-    return f"{f['first_loss']:.3f} in the first step, {f['last_loss']:.3f} in the last{held_out}"
+    return f"{f['first_loss']:.3f} at first, {f['last_loss']:.3f} at last{held_out}"
 
 
 def _step(f: Figures) -> str | None:
@@ -67,7 +67,7 @@ def _step(f: Figures) -> str | None:
     predicted = f.get("predicted_step_seconds")
     by_formula = f" (predicted {units.show_seconds(predicted)})" if predicted else ""
     what = "images" if "accuracy" in f or "validation_accuracy" in f else "tokens"
-    speed = f"{f['tokens_per_second']:,.0f} {what} a second"
+    speed = f"{f['tokens_per_second']:,.0f} {what}/s"
     used = f", MFU {f['mfu']:.0%}" if "mfu" in f else ""
     return f"{units.show_seconds(f['step_seconds'])}{by_formula}, {speed}{used}"
 
