@@ -29,8 +29,10 @@ EXERCISES = (
         doc="""
             Return an iterator over the indices of this rank's share, in this epoch's order.
 
-            If all shares together are shorter than the list of examples, the last examples are left out. If
-            they are longer, the first ones are repeated, as often as necessary.
+            The shares are those of torch.utils.data.DistributedSampler: with the same seed and epoch each
+            rank has the same indices, in the same order. If all shares together are shorter than the list of
+            examples, the last examples are left out. If they are longer, the first ones are repeated, as
+            often as necessary.
         """,
         helps=(
             "self.num_examples: int",
@@ -69,8 +71,7 @@ EXERCISES = (
         helps=(
             "self.module: nn.Module",
             "self.group: Group, self.pattern: str | None\n    They are passed on to all_reduce.",
-            "self._guard.expect_gradients()\n    "
-            "Say that the gradients are complete; a step before is refused.",
+            "self._guard.expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
         ),
         hints=(
             "A frozen parameter does not require a gradient. What happens if one rank calls all_reduce for a "
@@ -134,8 +135,9 @@ EXERCISES = (
         helps=(
             "self.group: Group, self.pattern: str | None",
             "self.in_flight: list[Work]\n    The all-reduces that have been launched.",
-            "self._to_launch: deque[nn.Parameter]\n    Those that are left, in the order of all ranks.",
-            "self._expect_gradients()\n    Prepare for the next backward.",
+            "self._to_launch: deque[nn.Parameter]\n    "
+            "Those that are left, in the order that all ranks share.",
+            "self._expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
         ),
         hints=(
             "With async_op=True, all_reduce returns at once with a handle, and handle.wait() waits for the "
@@ -164,18 +166,19 @@ EXERCISES = (
         minutes=20,
         needs=("overlap_hooks",),
         doc="""
-            Run as a hook in the backward: the gradient of `parameter` holds the sum over microbatches.
+            Run as a hook in each backward: this one has added its gradient of `parameter` to those before.
 
-            Ranks pair their all-reduces by the order of the calls. So all ranks must launch the parameters in
-            one order, each once and as early as possible, and in the last microbatch only.
+            In the last microbatch the gradient then holds the sum over microbatches. Ranks pair their
+            all-reduces by the order of the calls. So all ranks must launch the parameters in one order, each
+            once and as early as possible, and in the last microbatch only.
         """,
         helps=(
             "self._to_launch: deque[nn.Parameter]\n    "
-            "Those that have not been launched, in the order of all ranks.",
+            "Those that have not been launched, in the order that all ranks share.",
             "self._launch(parameter)\n    Start the all-reduce of a gradient.",
-            "self._complete: set[nn.Parameter]\n    It is empty before a backward, and yours.",
+            "self._complete: set[nn.Parameter]\n    A set for your own use, empty when a step begins.",
             "self._guard.note_arrival(parameter) -> bool\n    "
-            "Tell the guard; False says that there is no gradient, and nothing to do.",
+            "Call it first, in every microbatch; False says that there is no gradient, and nothing to do.",
             "self._guard.is_synchronising: bool\n    Whether this is the last microbatch.",
         ),
         hints=(

@@ -78,10 +78,20 @@ EXERCISES = (
                 After the last backward of a step the user calls `finish_gradient_sync()`: then each
                 parameter's gradient is the mean over the ranks of `group`. A parameter that this rank has not
                 used counts as zero; frozen ones have no gradient. Backwards before the last one run inside
-                `with model.no_sync()`, and their gradients add up.
+                `with model.no_sync()`, and their gradients add up. The user divides the losses of
+                microbatches, so that this sum is the gradient of the mean loss.
                 """
 
                 def __init__(self, module, group=None):
+                    raise NotImplementedError
+
+                def forward(self, *inputs, **named_inputs):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
                     raise NotImplementedError
         ''',
         hints=(
@@ -117,13 +127,22 @@ EXERCISES = (
             class BucketDataParallel(nn.Module):
                 """Does what NaiveDataParallel does, in few messages that travel while the backward computes.
 
-                Gradients share buckets of `bucket_mb` MiB: a bucket is full when it has at least as many
-                bytes. Each bucket is one all-reduce, which starts in the last backward, as soon as the
-                bucket's gradients are complete and those of the buckets before it. In `no_sync()` nothing is
-                sent. `finish_gradient_sync()` waits for all.
+                Gradients share buckets, which are filled in the reverse order of `module.parameters()`: a
+                bucket is full when it has `bucket_mb` MiB or more. Each bucket is one all-reduce, which
+                starts in the last backward, as soon as all gradients of it and of the earlier buckets are
+                complete. In `no_sync()` nothing is sent. `finish_gradient_sync()` waits for all.
                 """
 
                 def __init__(self, module, group=None, bucket_mb=1.0):
+                    raise NotImplementedError
+
+                def forward(self, *inputs, **named_inputs):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
                     raise NotImplementedError
         ''',
         hints=(
@@ -164,11 +183,23 @@ EXERCISES = (
                 with the mean of the ranks' gradients; an unused parameter counts as one with zeros, and
                 frozen ones do not change. Between steps a rank has the parameters, memory for the gradients,
                 and the optimizer's state of its n-th, and in a step it sends (n-1)/n of the gradients' bytes
-                and (n-1)/n of the parameters'. The optimizer updates each number from its own gradient and
-                state alone.
+                and (n-1)/n of the parameters'. You may assume that `optimizer_class` works element by
+                element. The user divides the losses of microbatches.
                 """
 
                 def __init__(self, params, optimizer_class, group=None, **defaults):
+                    raise NotImplementedError
+
+                def zero_grad(self):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
+                    raise NotImplementedError
+
+                def step(self):
                     raise NotImplementedError
         ''',
         hints=(
