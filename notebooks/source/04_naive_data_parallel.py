@@ -402,8 +402,9 @@ accumulated.compare(summed / at_once)
 
 # %% [markdown]
 # It is the mistake of the first section again. Each `mean()` has divided by the 2 examples of its microbatch, and the
-# three means were added. So each loss is divided by the number of microbatches. Without the division, SGD trains as with
-# 3 times the learning rate, and Adam hides it. And then a change of the number of microbatches, "only to save memory",
+# three means were added. So each loss is divided by the number of microbatches. (The lesson's code does it for parts of any
+# size: it divides each microbatch's *sum* of losses by the step's number of valid targets, which are those that are not
+# -100.) Without the division, SGD trains as with 3 times the learning rate, and Adam hides it. And then a change of the number of microbatches, "only to save memory",
 # changes the training.
 #
 # Now both together: 4 ranks with 3 microbatches each must give the gradient of one process with 12 times as many

@@ -165,13 +165,12 @@ share.compare(pull("overlap_of(blocking).hidden_share")[0])
 # of the backward. But autograd runs one thing after the other: while the hook waits for its all-reduce, no gradient is
 # computed. The communication has only moved to another place. You see it below. What runs *inside* a span, on the same
 # thread, is drawn below it: the all-reduces now stand inside the backward, in four groups of one block each, and the
-# backward has become as much longer. (The naive wrapper has one all-reduce more, in which the ranks agree on the
-# parameters that were used.)
+# backward has become as much longer.
 
 # %%
 show_events(
     {"naive": pull("naive")[0], "blocking hooks": pull("blocking")[0]},
-    alt="Two timelines of one rank. Naive: forward, backward, then 69 all-reduces. Blocking hooks: the all-reduces "
+    alt="Two timelines of one rank. Naive: forward, backward, then 68 all-reduces. Blocking hooks: the all-reduces "
     "stand inside the backward, which lasts as much longer, and the step takes as long.",
 )
 
