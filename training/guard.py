@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -59,6 +60,13 @@ class Shard(Tensor):
 _guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
 
 
+def _mark_output(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Let `loss_of` know that other ranks have losses of this model, too."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and isinstance(output, Tensor) and not torch.compiler.is_compiling():
+        output.has_other_ranks = True  # type: ignore[attr-defined]
+
+
 class Guard:
     """Watches how a wrapper of `module` is used: the wrapper reports forwards, gradients and their mean.
 
@@ -81,6 +89,7 @@ class Guard:
         self._has_local_gradients = False  # those of no_sync()
         self.arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
         self._shards, self._accepted = set(shards), weakref.WeakSet[Optimizer]()
+        module.register_forward_hook(_mark_output)
         _guards.add(self)
 
     @property

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lab.launch.errors import WorkbookError
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -192,10 +194,17 @@ def loss_of(logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = 
     """Return the cross entropy in nats, a scalar: the mean over all targets that are not IGNORED.
 
     With `num_targets` the sum of the losses is divided by that number. Ranks or microbatches that share a
-    step give the same one, because the mean of their means would be wrong (training/valid_targets.py).
+    step give the same one, because the mean of their means would be wrong (training/valid_targets.py). Raise
+    WorkbookError without it where a wrapper's ranks may have unequal numbers of targets.
     """
     logits, targets = logits_btv.flatten(0, -2), targets_bt.flatten()
     if num_targets is None:
+        if hasattr(logits_btv, "has_other_ranks") and (targets == IGNORED).any():
+            raise WorkbookError(
+                f"Some targets are {IGNORED}, so ranks have unequal numbers of valid targets, and the mean "
+                "of their means is not the loss of one process: call loss_of(logits, targets, "
+                "valid_targets(targets)), as training/valid_targets.py explains."
+            )
         return F.cross_entropy(logits, targets)
     return F.cross_entropy(logits, targets, reduction="sum") / num_targets
 

@@ -25,6 +25,7 @@ from tests.hybrid_parallel import equivalence as hybrid
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.zero.sharded import STAGES, Sharded
 from training.valid_targets import valid_targets
+from zero.train_zero3 import FullyShardedDataParallel
 
 
 def with_prompts(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,6 +53,22 @@ def test_ranks_with_few_targets_count_as_much_as_those_targets():
         loss_of(model(own_x), own_y, valid_targets(own_y)).backward()
         model.finish_gradient_sync()
         assert_same(data_parallel.mean_gradients(module), data_parallel.mean_gradients(alone))
+
+    run_ranks(work, 2)
+
+
+def test_a_mean_over_one_ranks_valid_targets_is_refused():
+    def work(cluster: Cluster) -> None:
+        tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(cluster.rank))
+        targets = tokens[:, 1:].clone()
+        targets[0, : cluster.rank + 1] = IGNORED
+        for model in (
+            NaiveDataParallel(data_parallel.gpt(0)),
+            FullyShardedDataParallel(data_parallel.gpt(0)),
+        ):
+            with pytest.raises(WorkbookError, match=r"valid_targets\(targets\)"):
+                loss_of(model(tokens[:, :-1]), targets)
+        loss_of(data_parallel.gpt(0)(tokens[:, :-1]), targets)  # of one process alone
 
     run_ranks(work, 2)
 
