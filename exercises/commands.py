@@ -67,13 +67,19 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
     for number in (1, 2, 4, 5):
         table.columns[number].justify = "right"
     following = space.next_exercise()
+    lesson = ""
     for e in EXERCISES:
+        if (folder := e.target.partition(".")[0]) != lesson:
+            lesson = folder
+            table.add_row(f"[bold]{lesson}/[/]")
         progress, mark = space.progress[e.name], "> " if e is following else "  "
-        numbers = str(e.difficulty), str(e.minutes), coloured(progress), str(progress.hints)
+        hints = f"{progress.hints} of {len(e.hints)}"
+        numbers = str(e.difficulty), str(e.minutes), coloured(progress), hints
         table.add_row(mark + e.name, *numbers, e.notebook.partition("_")[0])
     console.print(table)
     done = sum(space.progress[e.name].has_passed for e in EXERCISES)
-    console.print(f"{done} of {len(EXERCISES)} have passed; about {space.minutes_left()} minutes are left.")
+    left = f"about {space.minutes_left()} minutes are left. Difficulty is 1 to 5."
+    console.print(f"{done} of {len(EXERCISES)} have passed; {left}")
     console.print(f"{fixed(space)} bugs are fixed; `{typed('bugs')}` lists them.")
     return 0
 
@@ -149,11 +155,13 @@ def cut(printed: str) -> str:
 def hint(space: Workspace, options: argparse.Namespace) -> int:
     exercise = chosen(space, options.name or last_name(space))
     hints = space.hint(exercise)
-    console.print(f"[bold]{exercise.name}[/]: {exercise.title}")
+    console.print(f"[bold]{exercise.name}[/]: {exercise.title}, in {shown(space.file(exercise))}")
     for number, text in enumerate(hints, start=1):
         console.print(f"Hint {number} of {len(exercise.hints)}: {escape(text)}")
     if len(hints) == len(exercise.hints):
         console.print(f"These are all hints. `{typed(f'solution {exercise.name}')}` shows the solution.")
+    else:
+        console.print(f"`{typed(f'hint {exercise.name}')}` opens the next one.")
     return 0
 
 

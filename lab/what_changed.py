@@ -186,7 +186,7 @@ def main(names: list[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     names = [name for name in names if name]
     if len(names) != 2:
-        console.print("make diff FROM=naive TO=overlap shows what a step changes. These are the steps:\n")
+        console.print("make diff FROM=naive TO=overlap shows what a file changes. These are the steps:\n")
         for chain in STEPS:
             console.print("  " + " -> ".join(chain))
         return
