@@ -41,7 +41,7 @@ class Wrong(Exception):
 
 @dataclass
 class Effect:
-    """What a job takes away from its rank's items, and what it makes."""
+    """Tell what a job takes away from its rank's items, and what it makes."""
 
     takes: set[str]
     makes: dict[str, Any]
@@ -71,7 +71,7 @@ def parse(puzzle: dict[str, Any], text: str, lane: str) -> dict[str, Any]:
 
 
 class Ranks:
-    """What each rank has: items by name. w0 and g0 are full, w0/n and g0/n are shards.
+    """Hold the items of each rank, by name: w0 and g0 are full, w0/n and g0/n are shards.
 
     The value of weights is "old", "new", or "mixed" after an update of one shard; that of a gradient the
     microbatches in it.
