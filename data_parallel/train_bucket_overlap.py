@@ -51,7 +51,7 @@ from training.run import Run
 
 
 def fill(parameters: Iterable[nn.Parameter], first_mb: float, bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Divide parameters into buckets of neighbours of one dtype.
+    """Divide parameters into buckets, in the given order; a change of dtype begins a new bucket.
 
     A bucket takes parameters until it has `bucket_mb` MiB (the first bucket: `first_mb`). So its last
     parameter may make it larger than that.

@@ -122,7 +122,7 @@ def grade_aloud(exercise: Exercise, file: Path) -> Grade:
     def tell(test: str, found: Explanation | None) -> None:
         tested.append(found)
         verdict = "[red]wrong[/]" if found else "[green]right[/]"
-        console.print(f"{len(tested)} of {len(exercise.tests)} {verdict}: {escape(words_of(test))}")
+        console.print(f"test {len(tested)} of {len(exercise.tests)} {verdict}: {escape(words_of(test))}")
         if found and not any(tested[:-1]):
             explain(found.sentence, found.drawing)
 

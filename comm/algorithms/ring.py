@@ -90,7 +90,7 @@ def shift(wire: Wire, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     """Send to rank r+1 and receive from rank r-1, modulo n, both started before either is waited for.
 
     If every rank waited for its send first, no rank would receive. The two tensors may have different sizes.
-    One may be empty (`numel()` is 0): then it is not sent, and its receiver knows that, too.
+    An empty tensor (`numel()` is 0) is neither sent nor received; the neighbour knows its size, too.
     """
     arriving = wire.irecv(incoming, (wire.rank - 1) % wire.size) if incoming.numel() else None
     leaving = wire.isend(outgoing, (wire.rank + 1) % wire.size) if outgoing.numel() else None

@@ -30,7 +30,7 @@ from exercises.checker.schedule_table import originals, wrong_table
 from lab.ranks import run_ranks
 from lab.replace import apply
 
-HANG_SECONDS = 20.0  # a lesson's tests take less than this, also on a busy machine
+HANG_SECONDS = 15.0  # a lesson's tests take less than this, also on a busy machine
 
 
 def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
