@@ -17,7 +17,7 @@
 # **Question.** Four ranks have the same model, and each has a quarter of the batch. What must they tell each other, so
 # that the training is exactly the training of one process with the full batch?
 #
-# You need about 40 minutes. The two lessons beside this notebook are
+# You need about 40 minutes. The two files that go with this notebook are
 # [train_naive.py](../data_parallel/train_naive.py) and
 # [train_naive_grad_accumulation.py](../data_parallel/train_naive_grad_accumulation.py). They have the solutions of two
 # exercises at the end, so read them after those. You should know what an all-reduce is (notebook 02).

@@ -616,8 +616,8 @@ parallel.finish_gradient_sync()
 #    check(_on_gradient, "launch_order");
 #    ```
 #
-# 3. **`bucket_layout`** (20 minutes): which gradients share a bucket: `exercises/data_parallel/bucket_layout.py`.
-# 4. **`bucket_views`** (25 minutes), and then **`open_buckets`** (90 minutes): gradients that live in buckets,
+# 3. **`bucket_layout`** (20 minutes): which gradients share a bucket: `exercises/data_parallel/bucket_layout.py`. Then
+#    **`bucket_views`** (25 minutes) and **`open_buckets`** (90 minutes): gradients that live in buckets,
 #    and leave when the bucket is complete: `exercises/data_parallel/bucket_views.py`,
 #    `exercises/data_parallel/open_buckets.py`.
 #

@@ -824,11 +824,11 @@ for choice in ("keep", "recompute"):
 # Each has a file, and `make exercises ARGS='watch zero1'` grades it with the lesson's own tests whenever you save it.
 #
 # 1. **`memory_formulas`** (20 minutes): what a rank holds at each stage, to the byte:
-#    `exercises/zero/memory_formulas.py`.
-# 2. **`zero_shards`** (30 minutes): which part of each parameter is this rank's: `exercises/zero/zero_shards.py`.
-# 3. **`zero1`** (75 minutes): what you did by hand with 8 weights, for any model:
+#    `exercises/zero/memory_formulas.py`. **`zero_shards`** (30 minutes): which part of each parameter is this rank's:
+#    `exercises/zero/zero_shards.py`.
+# 2. **`zero1`** (75 minutes): what you did by hand with 8 weights, for any model:
 #    `exercises/zero/zero1.py`. **`zero2`** (45 minutes) continues from there.
-# 4. **`zero3`** (120 minutes, hard): gather, use, free: `exercises/zero/zero3.py`.
+# 3. **`zero3`** (120 minutes, hard): gather, use, free: `exercises/zero/zero3.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is
 # "stage 2 needs as much memory as stage 1". Find the line and fix it.
