@@ -83,7 +83,7 @@ def route(folder: str, books: list[str]) -> str:
     files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
     links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
     changes = [
-        f" `make diff FROM={old} TO={new}` shows what the second changes, and so the solutions."
+        f" `make diff FROM={old} TO={new}` shows the difference, which gives away the solutions."
         for old, new in steps_of(folder)
     ]
     bug = next(each for each in bugs() if each.module in {one.module for one in there})

@@ -11,7 +11,7 @@ PAGE = """# The Distributed Training Workbook
 You write distributed training yourself, from the first message between two processes to a GPT on a mesh of
 ranks. Every technique is a short file that runs for real on a laptop without a GPU.
 
-[First step: set out, 30 minutes](notebooks/00_setup.ipynb)
+[Start: notebook 00, {first}](notebooks/00_setup.ipynb)
 [Lesson 1](comm/README.md)
 [Puzzles](site/puzzles/page.html)
 
@@ -19,7 +19,7 @@ ranks. Every technique is a short file that runs for real on a laptop without a 
 {player}
 ```
 
-Eight ranks add up their tensors in a ring: each rank sends a part to the next one, and all links work at the
+Eight ranks add up their tensors. In a ring each rank sends a part to the next one, and all links work at the
 same time. Choose other algorithms, ranks and links on [the player's page](site/all_reduce/page.html).
 
 ## The map
@@ -65,10 +65,13 @@ def lessons_of(readme: str) -> list[str]:
 
 def first_page(readme: str, list_of_pages: str) -> str:
     """Return the first page's text, from README.md and site/README.md."""
+    rows = rows_of(readme, "lesson")
+    first = re.search(r"\(notebooks/00_setup\.ipynb\): (\d+ minutes)", str(rows))
+    assert first is not None, "the map in README.md says how long notebook 00 takes"
     lessons = [
         f"- **{lesson}**\n\n  {after[:1].upper()}{after[1:]}.\n\n  Predict: {predict}"
         + (f"\n\n  Write: {write}" if write else "")
-        for lesson, after, predict, write in rows_of(readme, "lesson")
+        for lesson, after, predict, write in rows
     ]
     pages = [
         f"- **[{title}]({posixpath.normpath(f'site/{path}')})**\n\n  {what[:1].upper()}{what[1:]}."
@@ -76,7 +79,7 @@ def first_page(readme: str, list_of_pages: str) -> str:
         for title, path in re.findall(r"\[(.+)\]\((.+)\)", link)
     ]
     player = frame("site/all_reduce.html#embed=playing&show=ring", "All-reduce in a ring, played")
-    return PAGE.format(player=player, lessons="\n".join(lessons), pages="\n".join(pages))
+    return PAGE.format(first=first[1], player=player, lessons="\n".join(lessons), pages="\n".join(pages))
 
 
 def frame(address: str, title: str) -> str:

@@ -23,6 +23,7 @@ from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
 
 from front import first_page, lessons_of
+from lab.notebook.prediction import NO_KEYBOARD
 from lesson_pages import with_additions
 from pages import PAGES, lessons, write_pages
 
@@ -35,6 +36,7 @@ MENU = (
     ("More", ".*"),
 )
 ANSWER = "Predict first. Then look."
+ACCOUNT = "YOUR_ACCOUNT"  # stands in addresses until notebooks/README.md's command sets it
 # Source files of other kinds are shown as plain text.
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml", ".html": "html", ".js": "js"}
 
@@ -93,8 +95,23 @@ class LinksToSources(SphinxTransform):
             link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True))
 
 
+class Pictures(SphinxTransform):
+    """Makes each picture a link to the file: on a narrow screen it is shown smaller than it is."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: Any) -> None:
+        for image in self.document.findall(nodes.image):
+            if image["uri"].endswith(".png"):
+                image["scale"] = 100  # Sphinx links pictures that have a scale
+
+
 class NotebookCells(SphinxTransform):
-    """Shows cells that run on ranks as Python, describes pictures in a text, and folds answers."""
+    """Shows cells that run on ranks as Python, describes pictures in a text, and folds answers.
+
+    Leaves out what is of no use on the site: links to an account that is not set, and the note that a
+    prediction is an example.
+    """
 
     default_priority = 400
 
@@ -109,6 +126,12 @@ class NotebookCells(SphinxTransform):
         for block in self.document.findall(nodes.literal_block):
             if block.astext().startswith("%%rank"):
                 block["language"] = "python"
+            if NO_KEYBOARD in block.astext():
+                block.rawsource = block.astext().replace(f" {NO_KEYBOARD}", "")
+                block.children = [nodes.Text(block.rawsource)]
+        for line in list(self.document.findall(nodes.paragraph)):
+            if any(ACCOUNT in link.get("refuri", "") for link in line.findall(nodes.reference)):
+                line.parent.remove(line)
 
     def fold_answers(self) -> None:
         """Fold the outputs that answer a prediction: after the cell that asks, to the one that compares."""
@@ -186,6 +209,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", add_pages)
     app.add_transform(LinksToSources)
     app.add_transform(NotebookCells)
+    app.add_transform(Pictures)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
 
 

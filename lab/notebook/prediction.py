@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 
 CLOSE = 0.1  # of a measured number that is not whole
+NO_KEYBOARD = "(an example, because there is no keyboard)"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
 _ANSWER = re.compile(rf"({_NUMBER})(?:/({_NUMBER}))?(%?)")
 
@@ -85,7 +86,7 @@ def predict(question: str, example: float, unit: str = "") -> Prediction:
             print(f"{text!r} is not a number. Type one, such as 2, 0.5, 1/2 or 50%, or a range such as 1-2.")
         except (EOFError, RuntimeError):  # the latter in a kernel whose frontend cannot ask
             answer = f"{example:g} {unit}".rstrip()
-            print(f"{question} {answer} (an example, because there is no keyboard)")
+            print(f"{question} {answer} {NO_KEYBOARD}")
             return Prediction((example, example), unit)
 
 

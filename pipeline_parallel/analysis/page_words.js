@@ -77,11 +77,13 @@ function silence() {
 
 const chartAt = (element) => charts.find(({ figure }) => figure.contains(element));
 
-$("charts").addEventListener("pointermove", ({ target }) => {
+function tellAt({ target }) {
   const cell = target.closest(".cell");
   if (cell) tell(chartAt(cell), cell);
   else silence();
-});
+}
+$("charts").addEventListener("pointermove", tellAt);
+$("charts").addEventListener("click", tellAt); // a tap moves no pointer
 $("charts").addEventListener("pointerleave", silence);
 $("charts").addEventListener("focusin", ({ target }) => {
   if (target.matches(".cell:focus-visible")) tell(chartAt(target), target);

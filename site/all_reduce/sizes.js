@@ -39,15 +39,19 @@ function drawSizes() {
 
 /** Which algorithm is the fastest from which size up to which: [name, from, to], null where there is no border. */
 function winners(best) {
-  const sizes = Array.from({ length: 701 }, (_, i) => 10 ** (2 + i / 100));
-  const found = [[best(sizes[0]), null, null]];
-  for (const size of sizes) {
-    if (best(size) === found.at(-1)[0]) continue;
-    const border = Number(size.toPrecision(2));
+  const latency = (name) => ALGORITHMS[name].seconds(state.ranks, state.alpha, 0);
+  const slope = (name) => ALGORITHMS[name].seconds(state.ranks, 0, beta()); // seconds of each byte
+  const found = [[best(ITEMSIZE), null, null]];
+  for (;;) {
+    const [name] = found.at(-1);
+    const flatter = Object.keys(ALGORITHMS).filter((other) => slope(other) < slope(name) * (1 - 1e-9));
+    const borders = flatter.map((other) =>
+      [Number(((latency(other) - latency(name)) / (slope(name) - slope(other))).toPrecision(3)), other]);
+    if (!borders.length) return found;
+    const [border, next] = borders.reduce((a, b) => (b[0] < a[0] || (b[0] === a[0] && slope(b[1]) < slope(a[1])) ? b : a));
     found.at(-1)[2] = border;
-    found.push([best(size), border, null]);
+    found.push([next, border, null]);
   }
-  return found;
 }
 
 function offerAll() {

@@ -34,7 +34,7 @@ const CHOICES = {
   stage: [[0, "0: no ZeRO"], [1, "1"], [2, "2"], [3, "3"]],
   schedule: Object.entries(SCHEDULES).map(([name, { title }]) => [name, title]),
 };
-const OPTIONS = [["keepsAttention", "keep attention's matrices"], ["sequenceParallel", "sequence parallel"]];
+const OPTIONS = [["keepsAttention", "keep attention's matrices (off: fused attention keeps none)"], ["sequenceParallel", "sequence parallel"]];
 /** Models of the workbook and of papers, with their layers, width, heads, vocabulary and positions. */
 const PRESETS = {
   "the workbook's 13m": [4, 512, 8, 256, 256],

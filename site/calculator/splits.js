@@ -34,12 +34,12 @@ function drawSplits() {
   $("splits-words").innerHTML = `${ranks} ranks can be p pipeline stages of n data parallel ranks each`
     + `${others > 1 ? ", with t tensor and c context ranks as above" : ""}. With the same texts`
     + ` in a step, <b>${fitting.length} of ${all.length} ways fit</b> into ${bytes(set.capacity)} on each rank. `
-    + (fastest ? `The fastest of them is ${nameOf(fastest)}, ${zeroOf(fastest)}: ${seconds(fastest.step)} a step, if all`
-      + " communication is hidden, as in all times here. " : "")
+    + (fastest ? `The fastest of them is ${nameOf(fastest)}, ${zeroOf(fastest)}: ${seconds(fastest.step)} a step, if`
+      + " communication overlaps with computing as far as it can, as in all times here. " : "")
     + "Choose a way to see its numbers above and below.";
 }
 
-/** What a way needs, and how long its step takes if all communication is hidden. */
+/** What a way needs, and how long its step takes if communication overlaps as far as it can. */
 function outcomeOf(way, result) {
   const needed = total(result.stages[way.stage], result);
   const step = result.makespan === null ? null : Math.max(result.makespan, wayCommunication(way, result));

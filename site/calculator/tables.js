@@ -34,7 +34,8 @@ function drawSummary(result) {
   const needs = needed <= set.capacity ? `needs <b>${bytes(needed)}</b> of its ${bytes(set.capacity)}`
     : `needs <b>${bytes(needed)}</b>, and has only ${bytes(set.capacity)}`;
   const step = result.makespan === null ? "There is no formula for the time of this schedule with these numbers."
-    : `A step takes ${seconds(result.together)} if all communication is hidden, and ${seconds(result.apart)} if none is:`
+    : `A step takes ${seconds(result.together)} if communication overlaps with computing as far as it can`
+      + `${result.communication > result.makespan ? " (here the link is slower)" : ""}, and ${seconds(result.apart)} if nothing overlaps:`
       + ` ${count(result.tokens / result.together)} or ${count(result.tokens / result.apart)} tokens a second.`;
   $("summary").innerHTML = `<b>${count(result.parameters)} parameters on ${result.ranks} rank${result.ranks > 1 ? "s" : ""}.</b>`
     + ` A rank ${needs}. ${step}`;
@@ -114,7 +115,7 @@ function drawTime(result) {
     const first = [["computing", computing], ["waiting", waiting], ["idle", idle]];
     const both = [...first, ["communication", communication]];
     const rest = [...first, ["communication", communication - hidden]];
-    const lines = [["nothing hidden", both, apart], ["all hidden", rest, together]];
+    const lines = [["no overlap", both, apart], ["full overlap", rest, together]];
     $("times").innerHTML = lines.map(([name, parts, all]) =>
       `<div class="line"><span>${name}</span>${bar(parts, apart)}<b>${seconds(all)}</b></div>`).join("");
   } else $("times").innerHTML = "<p>ZB-V has a formula only for enough microbatches: m ≥ 2p-1, without recomputation.</p>";

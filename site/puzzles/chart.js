@@ -18,6 +18,7 @@ function draw(said = "") {
   $("grid").innerHTML = gridOf(puzzle, rows, verdict);
   $("verdict").className = verdict.solved ? "solved" : "";
   $("verdict").innerHTML = said + wordsOf(puzzle, verdict);
+  $("next").hidden = !verdict.solved || !following();
   document.querySelector("#edits [value=best]").hidden = !kept.best[puzzle.name];
   $("program").rows = rows.length + 1;
   $("program").value = asText(rows).split("|").map((line, i) =>
@@ -89,20 +90,23 @@ function wordsOf({ budget }, { problem, over, left, steps, peak, solved }) {
   return `All is updated. ${high}${steps > budget.steps ? `It takes ${steps} steps, and the budget is ${budget.steps}.` : ""}`;
 }
 
-/** All jobs of a lane in this puzzle. */
-function jobsOf({ layers, microbatches, ranks }, lane) {
+/** All jobs of a rank's lane that can help: those of its layers, and messages to a rank that needs them. */
+function jobsOf({ holds, layers, microbatches }, rank, lane) {
   const all = Array.from({ length: layers }, (_, layer) => layer);
-  const each = (make) => all.flatMap((layer) => microbatches.map((micro) => make(layer, micro)));
-  const numbers = Array.from({ length: ranks }, (_, rank) => rank);
-  if (lane === 0) {
-    return [...each((layer, micro) => `F${layer}${micro}`), ...each((layer, micro) => `B${layer}${micro}`),
-      ...all.map((layer) => `U${layer}`)];
-  }
-  const made = [...each((layer, micro) => `x${layer}${micro}`), ...each((layer, micro) => `d${layer + 1}${micro}`)];
-  const several = ranks > 1 ? [...all.map((layer) => `AGw${layer}`), ...all.map((layer) => `RSg${layer}`),
-    ...all.map((layer) => `AGg${layer}`), ...made.flatMap((name) => numbers.map((to) => `${name}>${to}`))] : [];
-  return [...microbatches.map((micro) => `L${micro}`), ...several,
-    ...all.map((layer) => `-w${layer}`), ...made.map((name) => `-${name}`)];
+  const has = (layer, other = rank) => layer in holds[other];
+  const own = all.filter((layer) => has(layer));
+  const each = (kind, some) => some.flatMap((layer) => microbatches.map((micro) => `${kind}${layer}${micro}`));
+  if (lane === 0) return [...each("F", own), ...each("B", own), ...own.map((layer) => `U${layer}`)];
+
+  const shared = own.filter((layer) => holds.some((_, other) => other !== rank && has(layer, other)));
+  const sharded = own.filter((layer) => holds[rank][layer] !== "full");
+  // A layer needs x of its own number and d of the next; x goes to the layer above, and d to the one below.
+  const send = (kind, taker) => (has(taker) ? [] : each(kind, [kind === "x" ? taker : taker + 1]))
+    .flatMap((name) => holds.flatMap((_, other) => (has(taker, other) ? [`${name}>${other}`] : [])));
+  const messages = own.flatMap((layer) => [...send("x", layer + 1), ...send("d", layer - 1)]);
+  return [...(has(0) ? microbatches.map((micro) => `L${micro}`) : []),
+    ...sharded.map((layer) => `AGw${layer}`), ...shared.map((layer) => `RSg${layer}`), ...shared.map((layer) => `AGg${layer}`),
+    ...messages, ...sharded.map((layer) => `-w${layer}`), ...each("-x", own), ...each("-d", own.map((layer) => layer + 1))];
 }
 
 /** A job in words, for those who do not know its letters yet. */
@@ -147,7 +151,7 @@ function drawChosen() {
   $("palette-title").textContent = `Rank ${rank} ${LANES[lane]} in step ${step + 1}`;
   const before = new Ranks(puzzle);
   const problem = problemWithin(before, rows, step);
-  const jobs = jobsOf(puzzle, lane);
+  const jobs = jobsOf(puzzle, rank, lane);
   const possible = problem ? [] : jobs.filter((job) => canRun(before, withJob(job, row, step), step));
   $("possible").innerHTML = problem ? `<p>First mend step ${problem.step + 1}: nothing runs after it.</p>`
     : buttons(possible) || "<p>No job can run here yet.</p>";

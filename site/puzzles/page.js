@@ -38,10 +38,17 @@ function fromText(given, { ranks, budget }) {
 function openPuzzle(name, given) {
   state.puzzle = puzzles.find((each) => each.name === name) ?? puzzles[0];
   state.table = fromText(given ?? kept.drafts[state.puzzle.name] ?? "", state.puzzle);
-  Object.assign(state, { row: 1, step: 0, undone: [] });
-  $("scroll").scrollLeft = 0;
+  state.undone = [];
   draw();
+  toStart();
 }
+
+function toStart() {
+  $("scroll").scrollLeft = 0;
+  choose(1, 0, false);
+}
+
+const following = () => puzzles[puzzles.indexOf(state.puzzle) + 1];
 
 /** Replace the table by one that is changed, and remember the old one. */
 function change(rows) {
@@ -63,7 +70,10 @@ const EDITS = {
   clear: () => change(state.table.with(state.row, state.table[state.row].with(state.step, ""))),
   insert: () => change(state.table.map((row) => row.toSpliced(state.step, 0, ""))),
   remove: () => change(state.table.map((row) => [...row.toSpliced(state.step, 1), ""])),
-  restart: () => change(fromText("", state.puzzle)),
+  restart: () => {
+    change(fromText("", state.puzzle));
+    toStart();
+  },
   best: () => change(fromText(kept.best[state.puzzle.name].text, state.puzzle)),
   undo: () => {
     state.table = state.undone.pop() ?? state.table;
@@ -89,6 +99,12 @@ function choose(row, step, isFocused = true) {
 $("settings").addEventListener("input", ({ target }) => {
   openPuzzle(target.value);
   document.querySelector("#puzzle :checked").focus(); // the choices are new elements
+});
+
+$("next").addEventListener("click", () => {
+  openPuzzle(following()?.name);
+  cellOf(1, 0).focus({ preventScroll: true });
+  $("task").scrollIntoView();
 });
 
 $("grid").addEventListener("click", ({ target }) => {

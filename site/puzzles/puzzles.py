@@ -45,7 +45,7 @@ PUZZLES = [
         " that no step is lost.",
         everywhere(1, 2, "full"),
         microbatches="ab",
-        budget=(11, 11),
+        budget=(11, 12),
         sizes=STATELESS,
     ),
     puzzle(

@@ -101,3 +101,16 @@ def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, pa
 def test_a_page_that_cannot_be_written_is_refused_in_a_sentence():
     with pytest.raises(SystemExit, match="No such file or directory"):
         main(Path("/no/such/folder/page.html"))
+
+
+def test_a_tap_says_what_a_cell_waits_for(browser, page):
+    browser.resize(400, 700, mobile=True)
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    browser.open(page, "show=gpipe")
+    x, y = browser.middle(".cell[data-action='1F0']")
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.until("!document.getElementById('words').hidden")
+    assert "It needs 0F0 from rank 0." in browser.js("document.getElementById('words').textContent")
+    browser.call("Emulation.setTouchEmulationEnabled", enabled=False)
+    browser.resize(1280, 800)

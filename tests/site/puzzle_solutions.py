@@ -7,7 +7,7 @@ SOLUTIONS = {
     """,
     "accumulate": """
         . F0a F1a B1a B0a F0b F1b B1b U1 B0b U0
-        La . . . Lb . -x0b . Lb
+        La . . . Lb
     """,
     "recompute": """
         . F0a F1a F2a F3a B3a U3 B2a U2 F0a B1a B0a U0 U1

@@ -133,6 +133,7 @@ def test_the_fastest_of_each_size_is_that_of_the_cost_formulas(browser: Browser,
             times = {name: cost.seconds("all_reduce", name, int(size), 8, LINK) for name in ALGORITHMS}
             name = title.replace(" ", "_").replace("-", "_")
             assert times[name] == pytest.approx(min(times.values()))
+    assert "flat up to 5.68 kB" in said, "2 (α + 7 B β) = 3 (α + B β)"
 
 
 def test_it_plays_by_click_and_by_keyboard_and_steps_from_round_to_round(browser: Browser, page: Path):

@@ -247,7 +247,7 @@ def test_all_ways_to_use_the_ranks_are_compared_and_one_is_chosen(browser: Brows
         assert browser.js("Number(dataRanks.value)") == way["dataRanks"]
         assert browser.js("document.querySelector('[name=stage]:checked').value") == str(way["stage"])
         said = browser.js("summary.textContent")
-        assert f"needs {needed}" in said and f"{'' if time == 'too much' else f'takes {time} if all'}" in said
+        assert f"needs {needed}" in said and f"{'' if time == 'too much' else f'takes {time} if '}" in said
         assert browser.js("JSON.parse(document.activeElement.dataset.way)") == way, "the focus stays"
         assert browser.js("document.querySelectorAll('[aria-pressed=true]').length") == 1
 
@@ -264,3 +264,11 @@ def test_an_example_fills_the_form_and_what_is_wrong_is_named(browser: Browser, 
     assert browser.js("summary.textContent").startswith("124.4 million parameters"), "the last good number"
     type_into(browser, "layers", "24")
     assert browser.js("complaint.textContent") == ""
+
+
+def test_a_step_whose_link_is_slower_than_its_ranks_is_not_said_to_hide_all(browser: Browser, page: Path):
+    browser.open(page, "stage=3&pipelineRanks=1&dataRanks=32&model=parameters&rate=1")
+    said = browser.js("document.getElementById('summary').textContent")
+    assert "overlaps with computing as far as it can (here the link is slower)" in said
+    browser.open(page, "stage=0&pipelineRanks=1&dataRanks=1&model=parameters")
+    assert "slower" not in browser.js("document.getElementById('summary').textContent")

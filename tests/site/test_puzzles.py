@@ -123,3 +123,27 @@ def test_a_collective_is_put_on_all_ranks_of_its_layer_and_a_mistake_is_named(br
     assert browser.js(rows) == ["AGw0", "AGw0"]
     browser.click('#edits [value="undo"]')
     assert browser.js(rows) == ["", ""]
+
+
+def test_a_solved_puzzle_leads_to_the_next_and_start_again_to_step_1(browser: Browser, page: Path):
+    browser.resize(400, 700, mobile=True)
+    rows = [line.strip() for line in SOLUTIONS["one_step"].strip().splitlines()]
+    browser.open(page, f"puzzle=one_step&table={'|'.join(rows)}")
+    browser.js("document.getElementById('scroll').scrollLeft = 500")
+    browser.click('#edits [value="restart"]')
+    assert browser.js("[$('scroll').scrollLeft, state.step, next.hidden]") == [0, 0, True]
+    browser.click('#edits [value="undo"]')
+    browser.click("#next")
+    assert browser.js("state.puzzle.name") == PUZZLES[1]["name"]
+    browser.resize(1280, 800)
+
+
+def test_the_jobs_of_a_row_are_those_that_can_help(browser: Browser, page: Path):
+    browser.open(page)
+    for name, puzzle in PUZZLE.items():
+        for row, used in enumerate(solution(name)):
+            call = f"jobsOf(puzzles.find(each => each.name === {name!r}), {row // 2}, {row % 2})"
+            offered = browser.js(call)
+            assert {job for job in used if job} <= set(offered), name
+            assert not [job for job in offered if job.endswith(f">{row // 2}")], "no rank sends to itself"
+            assert len(offered) < 40, puzzle["title"]

@@ -75,9 +75,7 @@ def test_the_first_page_plays_and_leads_to_the_first_step_on_any_width(browser: 
     for width in (WIDTH, 1280):
         browser.resize(width, 800, mobile=width == WIDTH)
         browser.open(site / "index.html")
-        first = (
-            "[...document.querySelectorAll('article a')].find(a => a.textContent.startsWith('First step'))"
-        )
+        first = "[...document.querySelectorAll('article a')].find(a => a.textContent.startsWith('Start: '))"
         box = browser.js(f"{first}.getBoundingClientRect().toJSON()")
         assert box["left"] >= 0 and box["right"] <= width and box["bottom"] <= 800
         browser.until("document.querySelector('iframe.play').style.height !== ''")

@@ -128,3 +128,16 @@ def test_formulas_need_no_script(tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "html" / "index.html").read_text("utf-8")
     assert "<mfrac>" in text and text.count("<math ") == 2 and "MathJax" not in text
+
+
+def test_notebooks_have_no_links_to_an_unset_account_and_no_notes_about_a_keyboard(site):
+    for notebook in (site / "notebooks").glob("[01]*.html"):
+        assert not [url for _, url in document(notebook.resolve()).references if "YOUR_ACCOUNT" in url]
+        assert "there is no keyboard" not in notebook.read_text("utf-8")
+
+
+def test_a_picture_leads_to_its_file(site):
+    for page in [*site.glob("*/index.html"), *site.glob("notebooks/*.html")]:
+        found = document(page.resolve())
+        links = {url for tag, url in found.references if tag == "a"}
+        assert {image["src"] for image in found.images if (image["src"] or "").endswith(".png")} <= links
