@@ -515,7 +515,7 @@ def step_with(num_targets):
     return {name: p.grad for name, p in model.named_parameters()}, logits.grad
 
 
-means, of_means = step_with(None)  # the mean over this rank's valid targets
+means, of_means = step_with((y != IGNORED).sum())  # the mean over this rank's valid targets
 right, of_all = step_with(valid_targets(y))  # the sum over them, divided by 200 / 4
 ratio = (of_means[:, -1] / of_all[:, -1]).mean().item()
 
@@ -537,7 +537,8 @@ weight.compare(pull("ratio")[0])
 # prompt pulls harder than the others. The same happens with microbatches, with the stages of a pipeline, and with sequences
 # that are cut among ranks. The cure is the same everywhere: *add up losses, and divide by the number of valid targets of the
 # global batch*. `valid_targets` ([training/valid_targets.py](../training/valid_targets.py)) is ten lines: an all-reduce of one number, before the
-# forward. To see it in a training: `make run ARGS='--ignore-first 40'`.
+# forward. To see it in a training: `make run ARGS='--ignore-first 40'`. Beside a wrapper of this
+# workbook `loss_of` without that number refuses ignored targets; PyTorch's `F.cross_entropy` cannot know.
 #
 # ## "Twice the ranks, twice the learning rate"
 #
