@@ -60,8 +60,8 @@ class Args:
     all: bool = False
     """Measure every pattern of every operation, and torch's own, not only the fastest by formula."""
     link: str | None = None
-    """Speed of the link that is simulated: a rate, or a rate and the delay of a message, or none for the link
-    as it is. None: 200mbit,1ms if all ranks run on this machine."""
+    """Speed of the link that is simulated: a rate, or a rate and the delay of a message; none: the link as it
+    is. By default 200mbit,1ms if all ranks run on this machine, else none."""
     json: bool = False
     """Print the figures of --all as one line of JSON at the end, on stdout; the rest goes to stderr."""
 
@@ -185,6 +185,8 @@ def main(cluster: Cluster, args: Args) -> None:
     check_same_start(torch.empty(0), options)
     simulated = link_to_simulate(cluster, args.link)
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
+    if cluster.is_main:
+        console.print("full: a whole tensor; shard: a rank's part of one; out: what an all-to-all returns.")
     for op in c.PATTERNS:
         show(cluster, op, console)
     slow_link.use(simulated)

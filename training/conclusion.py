@@ -12,8 +12,9 @@ Figures = dict[str, Any]
 
 NEXT = {
     "train": "RUN_MODE=data_parallel_naive keeps the replicas equal.",
-    "data_parallel_naive": "RUN_MODE=data_parallel_overlap hides communication behind the backward.",
-    "data_parallel_naive_grad_accumulation": "With ARGS='--grad-acc-steps 4' a step sends as many bytes.",
+    "data_parallel_naive": "RUN_MODE=data_parallel_overlap ARGS='--link 200mbit,1ms' hides it behind "
+    "the backward, which pays on a slow network.",
+    "data_parallel_naive_grad_accumulation": "ARGS='--grad-acc-steps 4' sends as many bytes a step.",
     "data_parallel_overlap": "RUN_MODE=data_parallel_bucket_overlap sends fewer and larger messages.",
     "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws this on a slow network.",
     "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
@@ -33,11 +34,11 @@ NEXT = {
     "context_ring": "RUN_MODE=context_all_to_all sends the heads instead of keys and values.",
     "context_all_to_all": "RUN_MODE=context_ring works with more ranks than heads.",
     "expert_parallel": "ARGS='--balance bias' balances the experts without a loss.",
-    "hybrid": "With WORLD_SIZE=8 there are two replicas, too.",
+    "hybrid": "WORLD_SIZE=8 also has two replicas.",
     "hybrid_elastic": "RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.",
     "hybrid_elastic_mesh": "RUN_MODE=hybrid trains on a mesh without deaths.",
 }
-"""What to run after each RUN_MODE."""
+"""What to run after each RUN_MODE, and why: the end of a sentence that begins with `make run`."""
 
 
 def rows(figures: Figures) -> list[tuple[str, str]]:
@@ -50,8 +51,9 @@ def rows(figures: Figures) -> list[tuple[str, str]]:
 def sentences(figures: Figures) -> list[str]:
     """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
     found = {name: value for name, value in figures.items() if value is not None}
-    meaning = next((text for rule in MEANINGS if (text := rule(found))), None)
-    return [text for text in (meaning, NEXT.get(figures["run_mode"])) if text]
+    meaning, mode = next((text for rule in MEANINGS if (text := rule(found))), None), figures["run_mode"]
+    command = "make run " + ("" if NEXT[mode].startswith("RUN_MODE") else f"RUN_MODE={mode} ")
+    return [*([meaning] if meaning else []), command + NEXT[mode]]
 
 
 def _loss(f: Figures) -> str | None:
@@ -83,6 +85,14 @@ def _communication(f: Figures) -> str | None:
         return None
     shares = f"{f['hidden_share']:.0%} of it hidden, {f['blocking_share']:.0%} blocking"
     return f"{units.show_seconds(f['communication_seconds'])} of the step: {shares}"
+
+
+def _neither(f: Figures) -> str | None:
+    if not f.get("communication_seconds"):
+        return None
+    busy = f["compute_seconds"] + f["communication_seconds"] * (1 - f["hidden_share"])
+    rest = f["step_seconds"] - busy
+    return f"{units.show_seconds(rest)} of the step" if rest > 0.1 * f["step_seconds"] else None
 
 
 def _sent(f: Figures) -> str | None:
@@ -182,6 +192,7 @@ ROWS = {
     "step": _step,
     "computing": _computing,
     "communication": _communication,
+    "neither": _neither,
     "a rank sent": _sent,
     "peak memory": _memory,
     "a rank keeps": _state,

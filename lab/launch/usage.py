@@ -46,7 +46,8 @@ def full_help(arguments: type, prog: str) -> str:
 
 def short_help(arguments: type, prog: str) -> str:
     """Return the help with the options in sight."""
-    usage = [f"usage: {prog} [OPTIONS]", "   or: make run RUN_MODE=... WORLD_SIZE=2 ARGS='[OPTIONS]'"]
+    mode = os.environ.get("RUN_MODE", "...")
+    usage = [f"usage: {prog} [OPTIONS]", f"   or: make run RUN_MODE={mode} ARGS='[OPTIONS]'"]
     lines, by_name = [*usage, "", *textwrap.wrap(arguments.__doc__ or "", WIDTH)], {}
     for option in _parser(arguments, prog)._actions:
         by_name[name_of(option)] = option
@@ -83,7 +84,7 @@ def _parser(arguments: type, prog: str) -> Any:
 
 
 def _lines_of(option: Action) -> list[str]:
-    help_ = " ".join((option.help or "").split())
+    help_ = " ".join((option.help or "").split()).removesuffix(" (default: None)")
     is_switch, indent = "--no-" in option.option_strings[-1], " " * COLUMN
     name = option.option_strings[-1 if is_switch and help_.endswith("(default: True)") else 0]
     head = f"  {name}" if is_switch else f"  {name} {_choices(str(option.metavar))}"
