@@ -51,9 +51,10 @@ def rows(figures: Figures) -> list[tuple[str, str]]:
 def sentences(figures: Figures) -> list[str]:
     """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
     found = {name: value for name, value in figures.items() if value is not None}
-    meaning, mode = next((text for rule in MEANINGS if (text := rule(found))), None), figures["run_mode"]
-    command = "make run " + ("" if NEXT[mode].startswith("RUN_MODE") else f"RUN_MODE={mode} ")
-    return [*([meaning] if meaning else []), command + NEXT[mode]]
+    said = [text for rule in MEANINGS if (text := rule(found))][:1]
+    if (what := NEXT.get(mode := figures["run_mode"])) is not None:
+        said.append(f"make run {'' if what.startswith('RUN_MODE') else f'RUN_MODE={mode} '}{what}")
+    return said
 
 
 def _loss(f: Figures) -> str | None:

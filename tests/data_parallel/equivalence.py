@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm.collectives import Group
+from comm.collectives import Group, barrier
 from comm.cost import Link
 from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
@@ -208,6 +208,7 @@ def trace_of_a_step(name: str) -> list[Event]:
         model = WRAPPERS[name](Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2))
         for _ in range(2):
             model.zero_grad()
+            barrier()  # a late rank would post its messages after the other backward
             timeline.start_recording()
             with timeline.span("forward", "forward"):
                 loss = model(torch.zeros(1, 1)).sum()
