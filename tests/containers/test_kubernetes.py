@@ -74,4 +74,4 @@ def test_after_an_eviction_new_pods_go_on_from_the_checkpoint(disk):
         [saved] = set(re.findall(r"stopped after step (\d+) of", logs(names[0])))
     with pods(int(saved) + 5) as names:
         assert exit_codes(names) == [0, 0], logs(names[0])
-        assert f"step {int(saved) + 5}/" in logs(names[0]) and "replicas_equal" in logs(names[0])
+        assert f"step {int(saved) + 5}/" in logs(names[0]) and "bitwise equal" in logs(names[0])
