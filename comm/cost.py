@@ -19,7 +19,6 @@ from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import hosts_of
 from comm.wire.slow_link import Link
 from comm.wire.wire import Group, peer_wire
-from lab import units
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
@@ -208,20 +207,10 @@ def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
     ranks = dist.get_world_size(group)
     if num_bytes is None or ranks == 1 or len(PATTERNS[op]) == 1:
         return PATTERNS[op][0]
-    predicted = _predicted(op, num_bytes, ranks, link_of(group))
+    link = link_of(group)
+    predicted = {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
     good = [pattern for pattern, took in predicted.items() if took <= 1.05 * min(predicted.values())]
     return "pipelined_ring" if "pipelined_ring" in good else good[0]
-
-
-def reason(op: str, num_bytes: int) -> str:
-    """Return why "auto" takes its pattern: the predicted seconds of all patterns of `op`, fastest first."""
-    predicted = _predicted(op, num_bytes, dist.get_world_size(), link_of())
-    in_order = sorted((took, pattern) for pattern, took in predicted.items())
-    return ", ".join(f"{pattern} {units.show_seconds(took)}" for took, pattern in in_order)
-
-
-def _predicted(op: str, num_bytes: int, ranks: int, link: Link) -> dict[str, float]:
-    return {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
 
 
 def model_of(op: str, pattern: str) -> str:

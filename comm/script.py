@@ -93,7 +93,7 @@ def command_line(arguments: type[Arguments]) -> Arguments:
             # tyro's errors end in `prog` and --help, which should run as they are printed.
             return tyro.cli(arguments, prog=f"python {sys.argv[0]}")
     except SystemExit as end:
-        raise Usage(said.getvalue(), int(end.code or 0)) from None
+        raise Usage(said.getvalue().replace(" --help", " --help-all"), int(end.code or 0)) from None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -4,9 +4,9 @@
 
 For each operation a table shows what the ranks hold before and after it, in a tiny tensor. Then a large
 tensor shows its cost: bytes and messages counted as they leave, and the measured time beside the time that
-is predicted from the link's alpha and beta (comm/cost.py). One row is for the pattern with the shortest
-predicted time; --all measures every pattern, and torch's own collectives, whose messages we cannot count.
-On nccl there are only these.
+is predicted from the link's alpha and beta (comm/cost.py). An operation has one row, for the pattern that
+`pattern="auto"` takes by these formulas; --all measures every pattern, and torch's own collectives, whose
+messages we cannot count. On nccl there are only these.
 
 The prediction holds if each rank has a link of its own. Ranks on one machine share its cores and its memory
 bus, so there the link is simulated, unless --link says otherwise. LINK, the rate of each container's
@@ -58,7 +58,7 @@ class Args:
     repeats: int = 5
     """Number of timed runs of each operation, of which the median is shown; a slow operation has fewer."""
     all: bool = False
-    """Measure every pattern of every operation, and torch's own, not only the fastest by formula."""
+    """Measure every pattern of every operation, and torch's own, not only the one that "auto" takes."""
     link: str | None = None
     """Speed of the link that is simulated: a rate, or a rate and the delay of a message; none: the link as it
     is. By default 200mbit,1ms if all ranks run on this machine, else none."""
@@ -95,8 +95,10 @@ def call(op: str, pattern: str, t: Tensors) -> None:
 
 
 def tensors(cluster: Cluster, numel: int) -> Tensors:
-    """Return the tensors of a call. Element i of `full` is 10 * rank + i, and `shard` has
-    100 + rank: so each number shows its origin."""
+    """Return the tensors of a call, whose numbers show where they come from.
+
+    Element i of `full` is 10 * rank + i, and the elements of `shard` are 100 + rank.
+    """
     device = message_device(None)
     full = torch.arange(numel, dtype=torch.float32, device=device) + 10 * cluster.rank
     mine = shard_sizes(numel, cluster.world_size)[cluster.rank]
@@ -195,9 +197,8 @@ def main(cluster: Cluster, args: Args) -> None:
     rows = []
     for op in c.PATTERNS:
         patterns = patterns_of(op)
-        if not measures_all:
-            ours = [pattern for pattern in patterns if pattern != "torch"] or ["torch"]
-            patterns = (min(ours, key=lambda name: cost.seconds(op, name, num_bytes, n, link)),)
+        if not measures_all and len(patterns) > 1:
+            patterns = (c.pattern_for(op, "auto", num_bytes),)
         rows += [measure(cluster, op, pattern, args, link) for pattern in patterns]
     if not cluster.is_main:
         return
@@ -207,7 +208,7 @@ def main(cluster: Cluster, args: Args) -> None:
     console.print(f"\n{kind}: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
     title = f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks"
     if not measures_all:
-        title += ", each in the pattern that is fastest by formula"
+        title += ', each in the pattern that "auto" takes'
     console.print(table_of(rows, title, n))
     if any(row["by_formula"] for row in rows):
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
@@ -222,14 +223,9 @@ def table_of(rows: list[dict], title: str, world_size: int) -> Table:
     """Return the table of what each operation costs, without the headers that comm adds to each."""
     header = cost.header_traffic(world_size)
     has_interface = any(row["interface_bytes"] is not None for row in rows)
+    interface = ["on eth0"] if has_interface else []
     table = Table("op", "pattern", title=title)
-    for column in (
-        "rank 0 sent",
-        "messages",
-        *(["on eth0"] if has_interface else []),
-        "predicted",
-        "measured",
-    ):
+    for column in ("rank 0 sent", "messages", *interface, "predicted", "measured"):
         table.add_column(column, justify="right")
     for row in rows:
         ours = not row["by_formula"]

@@ -33,9 +33,8 @@ from lab.launch.errors import WorkbookError
 from lab.models.digits import load_digits
 from lab.models.model import BabyCNN
 from lab.trace.meter import Meter
-from training import report
 from training.arguments import given
-from training.report import replica_digests
+from training.report import print_report, replica_digests
 from training.validate import validate_numbers
 
 
@@ -115,7 +114,7 @@ def main(cluster: Cluster, args: Args) -> None:
         Console(stderr=args.json).print(table)
     replicas_equal = len(set(replica_digests(cluster, model))) == 1
     figures = meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal)
-    report.show(cluster, figures, args.json, args.verbose)
+    print_report(cluster, figures, args.json, args.verbose)
 
 
 if __name__ == "__main__":

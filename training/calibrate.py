@@ -6,7 +6,6 @@ The two numbers of an all-reduce come from the times of a tiny one and a large o
 the wire, with its Python, its copies and its arithmetic, on cores that all ranks share.
 """
 
-import math
 import statistics
 
 import torch
@@ -20,7 +19,7 @@ from lab.trace.stream_clock import time_when_done
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
 REPEATS = 5
 SECONDS = 1.5  # for all runs of a size; one run may take longer
-MATMUL_SECONDS = 0.1
+MATMUL_WINDOWS, MATMUL_SECONDS = 5, 0.02
 
 
 def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link:
@@ -65,13 +64,16 @@ def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> f
     `GPTConfig.flops_per_token`. Ranks that share cores share their FLOP/s, so they multiply at the same time.
     """
     size = 4096 if device.type == "cuda" else 512
-    matrix, shortest = torch.ones(size, size, device=device, dtype=dtype), math.inf
+    matrix, rates = torch.ones(size, size, device=device, dtype=dtype), []
     matrix @ matrix  # the first one warms up
     collectives.barrier()
-    start = now = time_when_done(device)
-    while now - start < MATMUL_SECONDS * 1e9:
-        before = now
-        matrix @ matrix
-        now = time_when_done(device)
-        shortest = min(shortest, now - before)  # other programs can only make it longer
-    return sum(exchange(2.0 * size**3 / shortest * 1e9))
+    for _ in range(MATMUL_WINDOWS):
+        start = now = time_when_done(device)
+        flops = 0.0
+        while now - start < MATMUL_SECONDS * 1e9:
+            matrix @ matrix
+            flops += 2.0 * size**3
+            now = time_when_done(device)
+        rates.append(flops / (now - start) * 1e9)
+    # The best window of all ranks together: other programs can only slow them down.
+    return max(map(sum, zip(*exchange(rates), strict=True)))

@@ -59,7 +59,9 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
     return exchange(state_digest(module.full_state_dict()))  # type: ignore[operator]
 
 
-def show(cluster: Cluster, figures: dict[str, Any], as_json: bool = False, verbose: bool = False) -> None:
+def print_report(
+    cluster: Cluster, figures: dict[str, Any], as_json: bool = False, verbose: bool = False
+) -> None:
     """Print a run's report on rank 0: ten rows at most and what they mean, or with `verbose` all figures.
 
     With `as_json` print the figures as one line of JSON on stdout, and the report on stderr.

@@ -56,7 +56,6 @@ from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import per_step
-from training import report
 from training.arguments import TrainArgs, given
 from training.calibrate import LARGE_BYTES, measure_all_reduce, measure_flops
 from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
@@ -64,7 +63,7 @@ from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
 from training.finite import CURE, gradients_by_name, not_finite
 from training.predict import median_step_seconds
-from training.report import overlap_figures, pattern_and_transport, replica_digests
+from training.report import overlap_figures, pattern_and_transport, print_report, replica_digests
 from training.valid_targets import valid_targets
 from training.validate import refuse_if, tick_seconds, validate_arguments, validate_folder
 
@@ -404,7 +403,7 @@ class Run:
         )
         if self._peak_flops is not None:
             summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / self._peak_flops
-        report.show(cluster, summary, args.json, args.verbose)
+        print_report(cluster, summary, args.json, args.verbose)
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
             self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])

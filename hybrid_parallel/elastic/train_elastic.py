@@ -51,10 +51,9 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
-from training import report
 from training.arguments import Size, given
 from training.data import TrainingData
-from training.report import replica_digests
+from training.report import print_report, replica_digests
 
 LossOfSum = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the sum over examples, not the mean
 
@@ -158,7 +157,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
                 digests = replica_digests(survivors.cluster, replica.model)
                 same, names = len(set(digests)) == 1, survivors.names
                 figures = meter.finish(survivors=names, replicas_equal=same, replica_digest=digests[0][:16])
-                report.show(survivors.cluster, figures, args.json, args.verbose)
+                print_report(survivors.cluster, figures, args.json, args.verbose)
                 refuse_unequal(digests)
                 return replica
             deaths.die_if_due(survivors.name, replica.steps)
