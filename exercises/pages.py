@@ -23,6 +23,9 @@ BOOKS = {  # 04_naive_data_parallel: ("04 Naive data parallel", 40)
         r"^\| \[(.+?)\]\((\w+)\.ipynb\) \| (\d+) \|", (ROOT / "notebooks/README.md").read_text("utf-8"), re.M
     )
 }
+HOW = """Work section by section: predict, write and read what a section of this page names, then go on to
+the next one. After the last section, break. These are the four steps, with the totals of all sections:
+"""
 ROW = re.compile(r"^\| .*\(notebooks/.*$", re.M)
 
 
@@ -76,12 +79,12 @@ def route(folder: str, books: list[str]) -> str:
     """Return the four steps of a lesson."""
     there = exercises_of(folder)
     minutes = sum(each.minutes for each in there)
-    names = names_of(each for each in there if not each.stub)
-    if opened := names_of(each for each in there if each.stub):
-        names += f"; and from a specification alone {opened}"
+    names = ", ".join(f"`{each.name}`{' (open)' * bool(each.stub)}" for each in there)
+    if "(open)" in names:
+        names += ". An open exercise is a specification alone"
     notebooks = ", ".join(f"[{BOOKS[book][0]}](../notebooks/{book}.ipynb)" for book in books)
-    files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in there)
-    links = ", ".join(f"[{Path(file).name}]({file})" for file in files)
+    files = dict.fromkeys(each.lesson.relative_to(ROOT / folder).as_posix() for each in reversed(there))
+    links = ", ".join(f"[{Path(file).name}]({file})" for file in reversed(files))
     changes = [
         f" `make diff FROM={old} TO={new}` shows the difference, which gives away the solutions."
         for old, new in steps_of(folder)
@@ -92,12 +95,11 @@ def route(folder: str, books: list[str]) -> str:
         f"**Write**, {minutes} minutes: `make exercises ARGS='watch {there[0].name}'` makes the first file, "
         f"and grades it on each save. The {len(there)} exercises: {names}.",
         f"**Read** what you have written, in its place: {links}. These files contain the "
-        "solutions, so open one when all of its exercises are solved. The sections below say when it is time "
-        f"for which notebook, exercise and file: work section by section.{''.join(changes[:1])}",
+        f"solutions, so open one when all of its exercises are solved.{''.join(changes[:1])}",
         f"**Break**, {bug.minutes} minutes and more: `make exercises ARGS='bug {bug.name}'` makes a wrong "
         "version of one of these files, in which you find the mistake. `make exercises ARGS=bugs` lists all.",
     )
-    return "\n".join(filled(f"{number}. {step}") for number, step in enumerate(steps, start=1))
+    return "\n".join([HOW, *(filled(f"{i}. {step}") for i, step in enumerate(steps, start=1))])
 
 
 def names_of(exercises: Iterable[Exercise]) -> str:
@@ -185,7 +187,8 @@ def plan(course: Plan) -> str:
     for week, (title, taught) in enumerate(course.weeks, start=1):
         books = [book for book in BOOKS if book[:2] in taught.split()]
         new = [book for book in books if book[:2] not in seen]
-        pool = [each for book in books for each in share(book, seen.count(book[:2]), course)]
+        shares = [each for book in books for each in share(book, seen.count(book[:2]), course)]
+        pool = sorted(shares, key=EXERCISES.index)
         left = course.hours * 60 - minutes_of(new)
         for of_a_bug in range(0, 35, 5):  # the minutes that exercises leave for each: as few as are enough
             written = those_that_fit(pool, left - of_a_bug * len(books))

@@ -24,8 +24,8 @@ same time. Choose other algorithms, ranks and links on [the player's page](site/
 
 ## The map
 
-Each lesson has one route: predict with its notebooks, write its exercises, read its files, and find the bugs
-in wrong versions of them.
+Each lesson has one route. Section by section of its page you predict with a notebook, write exercises, and
+read files. After the last section you find the bugs in wrong versions of these files.
 
 {lessons}
 
@@ -37,7 +37,8 @@ They need no installation, and run in any browser.
 
 ## On your machine
 
-You need Python 3.11 or newer and make. The first command also sets up everything, in a minute or two.
+You need Python 3.11 or newer, make and a clone of the repository. The first command also sets up everything,
+in a minute or two.
 
 ```bash
 make run         # 1. two ranks on this machine train a small GPT

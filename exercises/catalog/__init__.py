@@ -1,4 +1,4 @@
-"""List all exercises: lesson by lesson, and in a lesson in the order of the notebooks that teach them."""
+"""List all exercises: lesson by lesson, and in a lesson in the order of its page's sections."""
 
 from exercises.catalog import (
     comm,
@@ -6,7 +6,6 @@ from exercises.catalog import (
     data_parallel,
     expert_parallel,
     hybrid_parallel,
-    open,
     pipeline_parallel,
     tensor_parallel,
     zero,
@@ -23,15 +22,7 @@ LESSONS = (
     context_parallel,
     expert_parallel,
 )
-# Open exercises come last in their notebook.
-EXERCISES: tuple[Exercise, ...] = tuple(
-    one
-    for lesson in LESSONS
-    for one in sorted(
-        lesson.EXERCISES + tuple(one for one in open.EXERCISES if one.folder == lesson.EXERCISES[0].folder),
-        key=lambda one: one.notebook,
-    )
-)
+EXERCISES: tuple[Exercise, ...] = tuple(one for lesson in LESSONS for one in lesson.EXERCISES)
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}
 
 __all__ = ["BY_NAME", "EXERCISES", "PICKLE", "ROOT", "Exercise", "name_of"]

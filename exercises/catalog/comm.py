@@ -14,6 +14,7 @@ MESSAGES = (
     "transfer.wait()\n    Block until the message has arrived, or has left.",
 )
 FUNCTIONS = "tests/comm/test_functions.py::"
+BEHAVIOUR = "tests/comm/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -37,6 +38,60 @@ EXERCISES = (
             "for both. If every rank waited for its own send first, no rank would receive.",
             "A tensor may be empty (`tensor.numel()` is 0). Then there is no message: neither start a "
             "transfer for it nor wait for one. The two tensors may have different sizes, so look at each.",
+        ),
+    ),
+    Exercise(
+        name="tree_broadcast",
+        title="Tree broadcast",
+        notebook="02_collectives",
+        target="comm.algorithms.tree.broadcast",
+        tests=(
+            NARRATED + "test_tree_broadcast_equals_one_process",
+            BY_HAND + "test_a_tree_broadcasts_from_every_root",
+            BY_HAND + "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time",
+            COUNTED,
+        ),
+        difficulty=1,
+        minutes=15,
+        beyond="bytes of tree broadcast",
+        needs=("send_and_receive",),
+        doc="""
+            Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
+
+            `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
+            children, the child with the largest subtree first.
+        """,
+        helps=MESSAGES,
+        hints=(
+            "Every rank but the root has one parent, and may have children. What must a rank have before it "
+            "can send anything to its children?",
+            "Receive from the parent if there is one, and wait. Then send to the children in the order in "
+            "which `family` lists them, because the largest subtree has the longest way to go.",
+            "Wait for each send before the next one starts: two messages at a time would share the link. "
+            "Return at once if tensor.numel() is 0.",
+        ),
+    ),
+    Exercise(
+        name="binomial_tree",
+        title="Parents and children in a binomial tree",
+        notebook="02_collectives",
+        target="comm.algorithms.tree.family",
+        tests=(
+            NARRATED + "test_tree_broadcast_equals_one_process",
+            NARRATED + "test_tree_all_reduce_equals_one_process",
+            BY_HAND + "test_a_tree_broadcasts_from_every_root",
+        ),
+        difficulty=3,
+        minutes=30,
+        needs=("tree_broadcast",),
+        helps=WIRE,
+        hints=(
+            "Count positions from the root: position = (rank - root) % size. The root is at position 0. "
+            "Find parents and children as positions, and turn them into ranks at the end.",
+            "Position 6 is 110 in binary. Its parent is 4, or 100: clear the lowest 1 bit. That bit, "
+            "position & -position, is the position's reach: its subtree has the positions up to the reach.",
+            "The reach of the root is the smallest power of two that is at least the size. The children are "
+            "at position + reach/2, position + reach/4, ... and position + 1, where these are below size.",
         ),
     ),
     Exercise(
@@ -111,57 +166,39 @@ EXERCISES = (
         ),
     ),
     Exercise(
-        name="tree_broadcast",
-        title="Tree broadcast",
-        notebook="03_cost_of_a_message",
-        target="comm.algorithms.tree.broadcast",
+        name="open_all_reduce",
+        title="An all-reduce of your own",
+        notebook="02_collectives",
+        target="comm.algorithms.ring.all_reduce",
         tests=(
-            NARRATED + "test_tree_broadcast_equals_one_process",
-            BY_HAND + "test_a_tree_broadcasts_from_every_root",
-            BY_HAND + "test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time",
-            COUNTED,
-        ),
-        difficulty=1,
-        minutes=15,
-        beyond="bytes of tree broadcast",
-        needs=("send_and_receive",),
-        doc="""
-            Copy the root's `tensor` to every rank's, down a binomial tree. An empty tensor is not sent.
-
-            `family(wire, root)` returns this rank's parent, which is None at the root, and the list of its
-            children, the child with the largest subtree first.
-        """,
-        helps=MESSAGES,
-        hints=(
-            "Every rank but the root has one parent, and may have children. What must a rank have before it "
-            "can send anything to its children?",
-            "Receive from the parent if there is one, and wait. Then send to the children in the order in "
-            "which `family` lists them, because the largest subtree has the longest way to go.",
-            "Wait for each send before the next one starts: two messages at a time would share the link. "
-            "Return at once if tensor.numel() is 0.",
-        ),
-    ),
-    Exercise(
-        name="binomial_tree",
-        title="Parents and children in a binomial tree",
-        notebook="03_cost_of_a_message",
-        target="comm.algorithms.tree.family",
-        tests=(
-            NARRATED + "test_tree_broadcast_equals_one_process",
-            NARRATED + "test_tree_all_reduce_equals_one_process",
-            BY_HAND + "test_a_tree_broadcasts_from_every_root",
+            BEHAVIOUR + "test_two_ranks_have_the_sum_of_both",
+            BEHAVIOUR + "test_all_ranks_have_the_reduction_of_all",
+            BEHAVIOUR + "test_no_rank_sends_more_than_in_a_ring",
         ),
         difficulty=3,
-        minutes=30,
-        needs=("tree_broadcast",),
-        helps=WIRE,
+        minutes=45,
+        needs=("ring_all_reduce",),
+        helps=(*WIRE, *MESSAGES),
+        stub='''
+            import torch
+
+
+            def all_reduce(wire, full, op):
+                """Replace every rank's flat tensor `full` by the reduction of all ranks' tensors.
+
+                `op` is "sum", "mean", "max", "min" or "product". There may be any number of ranks, and fewer
+                elements than ranks. With n ranks and S bytes no rank sends more than 2(n-1) messages and,
+                where n divides the elements, 2(n-1)/n S bytes. Do not send a tensor without elements.
+                """
+                raise NotImplementedError
+        ''',
         hints=(
-            "Count positions from the root: position = (rank - root) % size. The root is at position 0. "
-            "Find parents and children as positions, and turn them into ranks at the end.",
-            "Position 6 is 110 in binary. Its parent is 4, or 100: clear the lowest 1 bit. That bit, "
-            "position & -position, is the position's reach: its subtree has the positions up to the reach.",
-            "The reach of the root is the smallest power of two that is at least the size. The children are "
-            "at position + reach/2, position + reach/4, ... and position + 1, where these are below size.",
+            "If one rank collected everything, it would send (n-1) S bytes. How can all ranks reduce at the "
+            "same time, each a part of the tensor?",
+            "After a reduce-scatter rank r has the reduction of chunk r. How many bytes has it sent by then? "
+            "What is left is an all-gather of the chunks.",
+            "Either pass partial sums round a ring, or send chunk p directly to rank p, add up what arrives, "
+            "and send the sum to all. Both send 2(n-1) chunks. full.tensor_split(n) gives views.",
         ),
     ),
     Exercise(

@@ -7,6 +7,7 @@ CUTS = "tests/context_parallel/test_sequence_cut.py::"
 EQUAL = "tests/context_parallel/test_equivalence.py::"
 NARRATED = "tests/context_parallel/test_narrated.py::"
 NOTEBOOK = "11_long_sequences"
+BEHAVIOUR = "tests/context_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -119,6 +120,49 @@ EXERCISES = (
             "For source, kv in visits(torch.stack([k, v]), sequence), for each part: attend "
             "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign join(...) "
             "to these rows of y and lse.",
+        ),
+    ),
+    Exercise(
+        name="open_ring_attention",
+        title="Ring attention from nothing",
+        notebook="11_long_sequences",
+        target="context_parallel.train_ring_attention.ring_attention",
+        tests=(
+            BEHAVIOUR + "test_two_ranks_attend_as_one_process_does",
+            BEHAVIOUR + "test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward",
+            BEHAVIOUR + "test_any_number_of_ranks_and_tokens_attends_as_one_process_does",
+        ),
+        difficulty=5,
+        minutes=120,
+        needs=("ring_attention_forward",),
+        helps=(
+            "sequence.rank: int, sequence.size: int\n    This rank's number, and the number of ranks.",
+            "sequence.cut.positions(rank) -> Tensor\n    The positions of a rank's tokens in the sequence.",
+        ),
+        stub='''
+            import torch
+
+            from comm.point_to_point import InFlightShift
+
+
+            def ring_attention(q, k, v, sequence, dropout=0.0):
+                """Return the causal attention of this rank's queries to the keys of all ranks, as q's shape.
+
+                q, k and v are (b, h, t, e), of this rank's tokens; ranks may have different numbers of them.
+                A query attends to the keys of its own position and of all before it, with scores
+                q k / sqrt(e). The result can be differentiated. Keys and values travel round the ring: in the
+                forward a rank sends n-1 times those of one rank, and in the backward at most 2n-1 times.
+                There is no dropout.
+                """
+                raise NotImplementedError
+        ''',
+        hints=(
+            "Attention to a part of the keys, with the logarithm of its sum of exponentials, can be joined "
+            "with that to another part. So a rank need not have all keys at a time.",
+            "In the backward keys and values go round once more, and their gradients behind them: each rank "
+            "adds its term, and the last one sends them home.",
+            "With p = exp(score - lse) and D = sum of dy y: dv = p^T dy, ds = p (dy v^T - D), dq = ds k / "
+            "sqrt(e), dk = ds^T q / sqrt(e). No rank needs more than the block that is there.",
         ),
     ),
     Exercise(

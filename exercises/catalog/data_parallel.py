@@ -12,6 +12,7 @@ SOME_USE = EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_m
 ANOTHER_ORDER = EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order"
 DOES_NOT_WAIT = OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
 IN_THE_BACKWARD = OVERLAP + "test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it"
+BEHAVIOUR = "tests/data_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -80,6 +81,56 @@ EXERCISES = (
             "parameters. Set the gradient of an unused one to torch.zeros_like(parameter) first.",
             "For each parameter that requires a gradient: all_reduce(parameter.grad, op='mean', "
             "group=self.group, pattern=self.pattern), which writes the mean into its tensor.",
+        ),
+    ),
+    Exercise(
+        name="open_naive",
+        title="Data parallel from nothing",
+        notebook="04_naive_data_parallel",
+        target="data_parallel.train_naive.NaiveDataParallel",
+        tests=(
+            BEHAVIOUR + "test_naive_has_the_gradients_of_one_process",
+            BEHAVIOUR + "test_naive_reduces_each_parameter_once",
+            BEHAVIOUR + "test_naive_is_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
+        ),
+        difficulty=2,
+        minutes=30,
+        needs=("naive_gradient_sync",),
+        stub='''
+            from torch import nn
+
+            from comm.collectives import all_reduce, broadcast
+
+
+            class NaiveDataParallel(nn.Module):
+                """Wraps a module, so that ranks with different examples train it as one process would.
+
+                All ranks begin with rank 0's parameters and buffers. Calling the wrapper calls `self.module`.
+                After the last backward of a step the user calls `finish_gradient_sync()`: then each
+                parameter's gradient is the mean over the ranks of `group`. A parameter that this rank has not
+                used counts as zero; frozen ones have no gradient. Backwards before the last one run inside
+                `with model.no_sync()`, and their gradients add up. The user divides the losses of
+                microbatches, so that this sum is the gradient of the mean loss.
+                """
+
+                def __init__(self, module, group=None):
+                    raise NotImplementedError
+
+                def forward(self, *inputs, **named_inputs):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "What must be equal on all ranks before the first step so that equal gradients keep them equal?",
+            "Ranks pair their collectives by the order of the calls. So all ranks must reduce the same "
+            "parameters, also those that a rank has not used.",
+            "`no_sync` has nothing to do here: contextlib.nullcontext() is enough. Buffers and parameters of "
+            "a module that was drawn with another seed come from broadcast(tensor.data, root=0).",
         ),
     ),
     Exercise(
@@ -259,6 +310,57 @@ EXERCISES = (
             "tells the two apart.",
             "In move_in: if grad is None, view.zero_(). Otherwise, if grad is not the view, "
             "view.copy_(grad). In the end parameter.grad = view.",
+        ),
+    ),
+    Exercise(
+        name="open_buckets",
+        title="Buckets and overlap from nothing",
+        notebook="05_overlap_and_buckets",
+        target="data_parallel.train_bucket_overlap.BucketDataParallel",
+        tests=(
+            BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
+            BEHAVIOUR + "test_a_message_carries_a_bucket_and_no_sync_sends_nothing",
+            BEHAVIOUR + "test_buckets_are_sent_while_the_backward_computes",
+            BEHAVIOUR + "test_buckets_are_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
+        ),
+        difficulty=4,
+        minutes=90,
+        needs=("open_naive", "bucket_views", "launch_order"),
+        stub='''
+            import torch
+            from torch import nn
+
+            from comm.collectives import all_reduce, broadcast
+
+
+            class BucketDataParallel(nn.Module):
+                """Does what NaiveDataParallel does, in few messages that travel while the backward computes.
+
+                Gradients share buckets, which are filled in the reverse order of `module.parameters()`: a
+                bucket is full when it has `bucket_mb` MiB or more. Each bucket is one all-reduce, which
+                starts in the last backward, as soon as all gradients of it and of the earlier buckets are
+                complete. In `no_sync()` nothing is sent. `finish_gradient_sync()` waits for all.
+                """
+
+                def __init__(self, module, group=None, bucket_mb=1.0):
+                    raise NotImplementedError
+
+                def forward(self, *inputs, **named_inputs):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "parameter.register_post_accumulate_grad_hook(hook) calls hook(parameter) in a backward, when "
+            "the gradient has been added. In which order do the parameters of a model come?",
+            "Ranks may see gradients in different orders, and a rank may miss some. The buckets must leave "
+            "in one order on all ranks, and those that no hook has completed in finish_gradient_sync().",
+            "all_reduce(flat, 'mean', group, async_op=True) returns a handle. When all handles have been "
+            "waited for, copy each part of the flat tensor into its parameter's gradient.",
         ),
     ),
 )

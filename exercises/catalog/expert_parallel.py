@@ -4,6 +4,7 @@ from exercises.catalog.exercise import Exercise
 
 LAYER = "tests/expert_parallel/test_layer.py::"
 EQUAL = "tests/expert_parallel/test_equivalence.py::"
+BEHAVIOUR = "tests/expert_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -82,6 +83,55 @@ EXERCISES = (
             "expert group, and they add up. The gradient is a sum where it should be a mean.",
             "Average self.dense over everyone. Average self.experts over replicas, which have seen the "
             "tokens of other expert groups, and divide what has a gradient by num_expert_ranks.",
+        ),
+    ),
+    Exercise(
+        name="open_moe",
+        title="A mixture of experts from nothing",
+        notebook="12_many_experts",
+        target="expert_parallel.train_moe.MixtureOfExperts.forward",
+        tests=(
+            BEHAVIOUR + "test_two_ranks_compute_what_one_process_does",
+            BEHAVIOUR + "test_a_token_travels_only_to_its_experts",
+            BEHAVIOUR + "test_a_token_may_pass_several_experts_of_any_ranks",
+        ),
+        difficulty=4,
+        minutes=75,
+        needs=("dispatch_and_combine",),
+        helps=(
+            "self.router(x) -> (probabilities, weights, experts)\n    Of tokens (t, d): (t, E), and of the k "
+            "choices of each token their weights and experts, (t, k).",
+            "self.experts: nn.ModuleDict\n    This rank's experts, by their numbers as text.",
+            "self.moe.num_experts: int",
+            "self.groups.experts: Group\n    Each of its n ranks has E/n experts.",
+        ),
+        stub='''
+            import torch
+            import torch.distributed as dist
+
+            from comm.collectives import all_gather, all_to_all
+            from comm.functions import exchange_shards
+
+
+            def forward(self, x_btd):
+                """Return for each token the weighted sum of what its k experts make of it, in x's shape.
+
+                The experts lie on the ranks in order: rank 0 has the first E/n of them. A token travels only
+                to ranks that have an expert of its choice, and its results come back. The result can be
+                differentiated with respect to x and the experts' parameters, whose gradients then have the
+                terms of all ranks' tokens. No token is dropped.
+                """
+                raise NotImplementedError
+        ''',
+        hints=(
+            "Before tokens can travel, each rank has to know how many it will get from each other rank, and "
+            "for which of its experts.",
+            "Sort the t k choices by expert: then what goes to one rank is one piece, and within it what "
+            "goes to one expert. exchange_shards(x, 0, group, sent, received) moves rows, also in the "
+            "backward.",
+            "all_to_all of the counts for each expert tells how many arrive. What arrives is in the order of "
+            "ranks, and from each in the order of experts; the results must go back in the same order. Every "
+            "rank must call the same exchanges, also one without tokens.",
         ),
     ),
     Exercise(

@@ -13,6 +13,7 @@ ROW = (
 )
 MESSAGES = "tests/pipeline_parallel/test_messages.py::"
 DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
+BEHAVIOUR = "tests/pipeline_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -47,6 +48,51 @@ EXERCISES = (
             "Decorate it with functools.cache, because it is called with the same arguments again and "
             "again. until = [0, *accumulate(costs)] gives the cost of a stage as until[end] - until[start]. "
             "The last stage ends at n; any other must leave a part for each stage after it.",
+        ),
+    ),
+    Exercise(
+        name="gpipe_by_hand",
+        title="A pipeline from nothing",
+        notebook="08_pipelines",
+        target="pipeline_parallel.train_afab.AllForwardAllBackward",
+        tests=(
+            BEHAVIOUR + "test_two_stages_have_the_gradients_of_one_process",
+            BEHAVIOUR + "test_four_stages_and_six_microbatches_have_the_gradients_of_one_process",
+            BEHAVIOUR + "test_each_activation_and_each_gradient_is_one_message",
+        ),
+        difficulty=4,
+        minutes=75,
+        stub='''
+            import torch
+            from torch import nn
+
+            from comm.point_to_point import irecv, isend, recv, send
+
+
+            class AllForwardAllBackward(nn.Module):
+                """Trains a model whose stage r is on rank r, with several microbatches on their way.
+
+                `stages` are modules, one for each rank; all ranks have all of them, equal, and rank r trains
+                stages[r] only. `example` is a microbatch of the input. `loss_of(output, targets)` is the mean
+                loss. `step(x, y)` divides a batch along dim 0 into `microbatches` equal parts, adds the
+                gradients of the batch's mean loss to those of the rank's stage, and returns the loss on the
+                last rank and None on others. An activation or its gradient is one message, so rank r sends
+                `microbatches` messages to each neighbour.
+                """
+
+                def __init__(self, stages, microbatches, loss_of, example):
+                    raise NotImplementedError
+
+                def step(self, x, y):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "Who needs what from whom? Each receive needs a tensor of the right shape: what does the example "
+            "tell about the shapes between the stages?",
+            "A tensor that was received is a leaf: with requires_grad_() it gets the gradient that the rank "
+            "before needs. Keep each microbatch's input and output until its backward.",
+            "First all forwards, then all backwards: output.backward(gradient). The loss of a microbatch is "
+            "divided by their number. Send detached, contiguous tensors with isend, and wait at the end.",
         ),
     ),
     Exercise(
@@ -173,6 +219,41 @@ EXERCISES = (
             "I and then the W that is due.",
             "Number the backwards through the steady state and the cooldown: the actions are 'IW' if the "
             "number is at least r, else 'I'. At the end add the min(m, r) W that are still missing.",
+        ),
+    ),
+    Exercise(
+        name="open_1f1b",
+        title="A schedule from its properties",
+        notebook="08_pipelines",
+        target="pipeline_parallel.schedules.one_f_one_b",
+        tests=(
+            BEHAVIOUR + "test_a_1f1b_table_can_run",
+            BEHAVIOUR + "test_1f1b_idles_and_holds_no_more_than_the_formulas_say",
+        ),
+        difficulty=3,
+        minutes=40,
+        needs=("pipeline_1f1b",),
+        stub='''
+            from pipeline_parallel.actions import BACKWARD, FORWARD, Action
+
+
+            def one_f_one_b(stages, microbatches):
+                """Return a table of actions, one row for each rank; rank r runs stage r.
+
+                A row has the forward and the backward of each microbatch, in the order in which the rank runs
+                them. It has to be possible to run the table: a forward needs that of the stage before, and a
+                backward that of the stage after. With p stages and m microbatches, rank r never holds more
+                than p - r microbatches whose backward is still to come. If a backward takes twice as long as
+                a forward, ranks idle for (p-1)/(m+p-1) of a step, as in GPipe.
+                """
+                raise NotImplementedError
+        ''',
+        hints=(
+            "What is the last rank's row? It may hold one microbatch only. And that of the rank before it?",
+            "You can also simulate: let each rank, whenever it is free, run a backward if one is ready, and "
+            "else a forward, unless it would hold too many.",
+            "Count in forwards: a forward takes one unit and a backward two. Which actions are ready at a "
+            "time depends on when those of the neighbours have ended.",
         ),
     ),
     Exercise(

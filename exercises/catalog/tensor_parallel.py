@@ -6,6 +6,7 @@ LAYERS = "tests/tensor_parallel/test_layers.py::"
 NARRATED = "tests/tensor_parallel/test_narrated.py::"
 CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
 PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
+BEHAVIOUR = "tests/tensor_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -116,6 +117,60 @@ EXERCISES = (
             "zero. Row 0 is a valid row, so the lookup alone gives them the wrong embedding.",
             "Multiply the embeddings by is_own.unsqueeze(-1). Then sum over ranks, with scatter_sums(term, "
             "TIME, self.group) or sum_over_ranks(term, self.group).",
+        ),
+    ),
+    Exercise(
+        name="open_tensor_parallel",
+        title="Two parallel layers from nothing",
+        notebook="07_tensor_and_sequence_parallel",
+        target="tensor_parallel.layers.ColumnParallelLinear",
+        also=("tensor_parallel.layers.RowParallelLinear",),
+        tests=(
+            BEHAVIOUR + "test_two_ranks_compute_what_two_plain_layers_do",
+            BEHAVIOUR + "test_any_number_of_ranks_computes_what_two_plain_layers_do",
+            BEHAVIOUR + "test_forward_and_backward_send_one_all_reduce_each",
+        ),
+        difficulty=3,
+        minutes=60,
+        needs=("column_parallel", "row_parallel"),
+        stub='''
+            import torch
+            from torch import nn
+
+            from comm.collectives import all_reduce
+
+
+            class ColumnParallelLinear(nn.Module):
+                """Computes an n-th of a plain layer's outputs: (..., inputs) to (..., outputs/n).
+
+                `plain` is an nn.Linear that is equal on all ranks, whose outputs n divides. `weight` and
+                `bias` are this rank's parts of its parameters. All ranks have the same input, and after a
+                backward the same gradient of it, which is that of one process.
+                """
+
+                def __init__(self, plain, group=None):
+                    raise NotImplementedError
+
+
+            class RowParallelLinear(nn.Module):
+                """Computes all outputs from an n-th of the inputs: (..., inputs/n) to (..., outputs).
+
+                `weight` is this rank's part of the plain layer's weight, and `bias` its whole bias, which has
+                on all ranks the gradient of one process. All ranks get the same output, and compute the same
+                loss from it. The two layers together send one all-reduce in the forward, of the output, and
+                one in the backward, of the input's gradient.
+                """
+
+                def __init__(self, plain, group=None):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "Write y = A(x) and z = B(y) as blocks of matrices: which block of A's rows, and which of B's "
+            "columns, can a rank use without any message? What is each rank's part of z?",
+            "Two torch.autograd.Functions are enough: one that changes nothing forward and adds up gradients "
+            "backward, and one that adds up forward and changes nothing backward.",
+            "All-reduce a clone, because all_reduce works in place. The bias of the second layer is added "
+            "after the sum, so that it counts once.",
         ),
     ),
     Exercise(

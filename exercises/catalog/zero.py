@@ -5,6 +5,7 @@ from exercises.catalog.exercise import Exercise
 ONE_PROCESS = "tests/zero/test_narrated.py::"
 KILLERS = "tests/zero/test_equality.py::"
 MEMORY = "tests/zero/test_memory.py::"
+BEHAVIOUR = "tests/zero/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -82,6 +83,150 @@ EXERCISES = (
             "With begin and end in the flat tensor, the view is shard[begin - self.mine.start : end - "
             "self.mine.start], and it starts at element begin - offset of its parameter. Then add the size "
             "to the offset.",
+        ),
+    ),
+    Exercise(
+        name="zero1",
+        title="ZeRO 1 from nothing",
+        notebook="06_zero_and_fsdp",
+        target="zero.train_zero1.ZeroOptimizer",
+        tests=(
+            BEHAVIOUR + "test_zero_1_trains_as_one_process",
+            BEHAVIOUR + "test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce",
+            BEHAVIOUR + "test_zero_1_trains_odd_models_with_microbatches_on_three_ranks",
+        ),
+        difficulty=4,
+        minutes=75,
+        needs=("zero_shards",),
+        stub='''
+            import torch
+
+            from comm.collectives import all_gather, broadcast, reduce_scatter
+
+
+            class ZeroOptimizer:
+                """Trains parameters with an `optimizer_class`, of whose state each rank has an n-th.
+
+                `defaults` are the optimizer's options. All ranks begin with rank 0's parameters. A step is
+                zero_grad(); backwards, all but the last inside `with optimizer.no_sync()`;
+                finish_gradient_sync(); step(). Afterwards the parameters are what one process would have,
+                with the mean of the ranks' gradients; an unused parameter counts as one with zeros, and
+                frozen ones do not change. Between steps a rank has the parameters, memory for the gradients,
+                and the optimizer's state of its n-th, and in a step it sends (n-1)/n of the gradients' bytes
+                and (n-1)/n of the parameters'. You may assume that `optimizer_class` works element by
+                element. The user divides the losses of microbatches.
+                """
+
+                def __init__(self, params, optimizer_class, group=None, **defaults):
+                    raise NotImplementedError
+
+                def zero_grad(self):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
+                    raise NotImplementedError
+
+                def step(self):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "An all-reduce of the gradients is a reduce-scatter and an all-gather. Which of the two does an "
+            "optimizer need that updates an n-th of the numbers?",
+            "Let the parameters be views of one flat tensor, padded so that n divides it. An ordinary "
+            "optimizer can train this rank's part of it: a nn.Parameter that shares the memory.",
+            "reduce_scatter(own, flat, 'mean', group) gives this rank's part of the gradients, which is the "
+            "gradient of the shard. After the inner step, all_gather(flat, own part, group) changes the "
+            "model.",
+        ),
+    ),
+    Exercise(
+        name="zero2",
+        title="ZeRO 2 from nothing",
+        notebook="06_zero_and_fsdp",
+        target="zero.train_zero2.ZeroGradientOptimizer",
+        tests=(
+            BEHAVIOUR + "test_zero_2_trains_as_one_process",
+            BEHAVIOUR
+            + "test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce",
+            BEHAVIOUR + "test_zero_2_trains_odd_models_with_microbatches_on_three_ranks",
+        ),
+        difficulty=3,
+        minutes=45,
+        needs=("zero1",),
+        stub='''
+            import torch
+
+            from comm.collectives import all_gather, broadcast, reduce_scatter
+
+
+            class ZeroGradientOptimizer:
+                """Does what the optimizer of ZeRO 1 does, and keeps an n-th of the gradients only.
+
+                Its methods are those of the exercise zero1. Between steps a rank has the parameters and, of
+                the gradients and of the optimizer's state, its n-th. So a gradient of the model is freed when
+                its part of the mean has reached the rank that owns it, at the latest in
+                finish_gradient_sync().
+                """
+
+                def __init__(self, params, optimizer_class, group=None, **defaults):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "What holds memory for a gradient? Everything that still refers to it: the parameter's grad, "
+            "a flat tensor, a view of one.",
+            "A view keeps the whole flat tensor alive. This rank's part of the mean is a tensor of its own.",
+            "Make the flat tensor of gradients in finish_gradient_sync(), reduce-scatter it into a new "
+            "tensor of an n-th, and set the gradients of the parameters to None. Better: bucket by bucket, "
+            "with a hook, so that never more than a few buckets are alive.",
+        ),
+    ),
+    Exercise(
+        name="zero3",
+        title="ZeRO 3 from nothing",
+        notebook="06_zero_and_fsdp",
+        target="zero.train_zero3.FullyShardedDataParallel",
+        tests=(
+            BEHAVIOUR + "test_zero_3_trains_as_one_process",
+            BEHAVIOUR + "test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters",
+            BEHAVIOUR + "test_zero_3_trains_odd_models_with_microbatches_on_three_ranks",
+        ),
+        difficulty=5,
+        minutes=120,
+        needs=("zero2",),
+        stub='''
+            import torch
+            from torch import nn
+
+            from comm.collectives import all_gather, broadcast, reduce_scatter
+
+
+            class FullyShardedDataParallel(nn.Module):
+                """Wraps a module of which each rank keeps an n-th: parameters, gradients, optimizer's state.
+
+                All ranks begin with rank 0's parameters and buffers. `parameters()` are this rank's shards of
+                those that are trained: an ordinary optimizer gets them. Calling the wrapper calls the module
+                with full parameters. After the last backward of a step the user calls
+                `finish_gradient_sync()`: then each shard's gradient is the mean over ranks, with zeros for
+                what was not used. Backwards before the last one run inside `with model.no_sync()`.
+                `full_state_dict()`, which all ranks call, returns the module's full state by its own names.
+                Between steps a rank holds an n-th of everything, and in a step it sends at most (n-1)/n of
+                three times the parameters' bytes.
+                """
+
+                def __init__(self, module, group=None):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "When does a rank need the full parameters, and when not? The forward and the backward need "
+            "them, and the optimizer does not.",
+            "tensor.untyped_storage().resize_(0) frees the memory of a flat tensor, also where autograd has "
+            "kept views of it, and resize_(n) gives it memory again before it is filled.",
+            "Gather in forward(), and free in finish_gradient_sync(): that is right, and sends twice the "
+            "parameters' bytes with the reduce-scatter. To hold one block at a time, gather it in a forward "
+            "hook and again in the backward, which makes three times.",
         ),
     ),
 )

@@ -526,11 +526,12 @@ too_large.compare(pull("by_all_reduce", ranks=[0])[0] / pull("by_identity", rank
 #
 # ## Exercises
 #
-# 1. Write the ring of this notebook, in three parts: `send_and_receive`, `ring_reduce_scatter` and `ring_all_gather`.
-#    The lesson's file, comm/algorithms/ring.py, has the solution, so do not open it before.
-# 2. Write the backward of each collective: `conjugate_functions`. Then `all_to_all`, and, if you like trees,
-#    `tree_broadcast`. `make exercises ARGS=list` shows all, and `make exercises ARGS='check conjugate_functions'`
-#    judges one. In a notebook a cell can do it:
+# 1. Write what you have seen, in the order of [lesson 1](../comm/README.md): a message, `send_and_receive`; a broadcast,
+#    `tree_broadcast` and `binomial_tree`; the ring, `ring_reduce_scatter`, `ring_all_gather` and `ring_all_reduce`. The
+#    files in comm/algorithms have the solutions, so do not open them before.
+# 2. Later in the lesson come `all_to_all`, and the backward of the collectives, `conjugate_functions`.
+#    `make exercises ARGS=list` shows all exercises, and `make exercises ARGS='watch send_and_receive'` grades one on each
+#    save. In a notebook a cell can do it:
 #    ```python
 #    from exercises.notebook import check
 #

@@ -530,7 +530,8 @@ real_link.compare(loopback["auto", 1_000_000] / predicted("ring", 1_000_000, 8, 
 #
 # ## Exercises
 #
-# 1. Write the formulas: the exercise `predicted_seconds`
+# 1. Write the winner for large tensors: `halving_doubling` (45 minutes). The ring is three exercises of notebook 02.
+# 2. Write the formulas: the exercise `predicted_seconds`
 #    (`exercises/comm/predicted_seconds.py`, 40 minutes). Check it with `make
 #    exercises ARGS='check predicted_seconds'`, or in a cell:
 #    ```python
@@ -541,15 +542,13 @@ real_link.compare(loopback["auto", 1_000_000] / predicted("ring", 1_000_000, 8, 
 #
 #    check(seconds, "predicted_seconds");
 #    ```
-# 2. Write the ring itself: `ring_reduce_scatter`, `ring_all_gather` and `ring_all_reduce`. Then the winner for large
-#    tensors: `halving_doubling`.
 # 3. With a pencil: 1000 ranks, alpha = 10 us, 50 GB/s, a tensor of 1 GB. What do the ring and the tree take? And for
 #    1 KB?
 #    <details><summary>Answer</summary>1 GB takes 20 ms on the link. Ring: 1998 * (10 us + 0.02 ms) = 60 ms. Tree:
 #    20 * (10 us + 20 ms) = 400 ms. For 1 KB the bytes cost nothing. Ring: 20 ms. Tree: 0.2 ms.</details>
 #
 #    Or change `SlowWire` so that a link cannot send and receive at the same time. Which way suffers most?
-# Predict before you run.
+#    Predict before you run.
 #    <details><summary>Answer</summary>The ring and both hypercubes: there a rank sends and receives at once, so the
 #    bytes take twice as long. The star hardly changes, because its centre first only receives, and then only
 #    sends.</details>

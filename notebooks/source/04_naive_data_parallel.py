@@ -755,7 +755,12 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 # %% [markdown]
 # ## Exercises
 #
-# 1. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean
+# 1. **`sampler`** (20 minutes), if you have not written it after notebook 01: give each rank its share of the examples,
+#    in each epoch another one. The file is `exercises/data_parallel/sampler.py`.
+# 2. **`naive_gradient_sync`** (15 minutes): average the gradients, also where some ranks did not use a parameter. The
+#    file is `exercises/data_parallel/naive_gradient_sync.py`, and `make exercises
+#    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
+# 3. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean
 #    loss. Write the function in a cell of its own, and let the lesson's tests grade it on real ranks. Leave the
 #    division out once, and read what the checker says.
 #
@@ -770,12 +775,6 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #
 #    check(accumulate);
 #    ```
-#
-# 2. **`naive_gradient_sync`** (15 minutes): average the gradients, also where some ranks did not use a parameter. The
-#    file is `exercises/data_parallel/naive_gradient_sync.py`, and `make exercises
-#    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
-# 3. **`sampler`** (20 minutes), if you have not written it after notebook 01: give each rank its share of the examples,
-#    in each epoch another one. The file is `exercises/data_parallel/sampler.py`.
 #
 # **Find the bug**: `make exercises ARGS='bug bug_naive_8af'` makes a file with a wrong implementation, whose symptom is
 # "training hangs when only some ranks use a parameter". Find the line and fix it. Here, in a cell, that is `from

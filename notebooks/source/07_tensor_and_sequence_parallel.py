@@ -552,9 +552,11 @@ f"loss {alone[0]:.3f} -> {alone[-1]:.3f}; largest difference below 1e-12: {bool(
 # %% [markdown]
 # ## Exercises
 #
-# Begin with `row_parallel`: write the forward of the row layer, with the term, the sum, and the bias once. `check` puts
-# your function in the place of the lesson's, on every rank, and runs the lesson's tests. Uncomment the last line when
-# you have written the body.
+# If you have solved `conjugate_functions` of lesson 1, begin with `column_parallel`:
+# `make exercises ARGS='watch column_parallel'` makes its file, and grades it on each save. The second one, `row_parallel`,
+# can be written here: the forward of the row layer, with the term, the sum, and the bias once. `check` puts your function
+# in the place of the lesson's, on every rank, and runs the lesson's tests. Uncomment the last line when you have written
+# the body.
 
 # %%
 import torch.nn.functional as F
@@ -575,8 +577,8 @@ def forward(self, x):
 # check(forward, "row_parallel");
 
 # %% [markdown]
-# Then `conjugate_functions` and `vocabulary_parallel`: `make exercises ARGS='hint vocabulary_parallel'` in a terminal
-# shows a hint, and `make exercises ARGS='watch vocabulary_parallel'` grades the file whenever you save it.
+# Then `vocabulary_parallel`: `make exercises ARGS='hint vocabulary_parallel'` in a terminal shows a hint, and
+# `make exercises ARGS='watch vocabulary_parallel'` grades the file whenever you save it.
 #
 # ## Further reading
 #

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 
 import pytest
 
@@ -26,10 +27,13 @@ def test_the_readme_is_read_in_five_minutes_and_says_what_to_run_first_second_an
         for block in re.findall(r"```bash\n(.*?)```", TOP, re.DOTALL)
         for line in block.splitlines()
     ]
-    assert commands[:3] == ["make run", "make notebooks", "make exercises"]
-    assert len(commands) == 4 and "docker-compose up" in commands[3]
+    clone, *first_three, containers = commands
     listed = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert commands[:3] == [f"make {target}" for target in listed[:3]]
+    assert first_three == [f"make {target}" for target in listed[:3]]
+    assert first_three == ["make run", "make notebooks", "make exercises"]
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    assert clone == f"git clone {address} && cd {address.rpartition('/')[2]}"
+    assert "docker-compose up" in containers
 
 
 def test_the_readme_leads_to_every_page():
@@ -73,19 +77,27 @@ def test_the_map_says_how_long_the_notebooks_and_the_exercises_of_a_lesson_take(
 
 
 @pytest.mark.parametrize("folder", LESSONS)
-def test_a_lesson_s_page_begins_with_its_route_and_leads_to_no_solution_before_its_exercise(folder: str):
+def test_a_lesson_s_sections_name_notebooks_exercises_and_files_in_the_order_of_its_route(folder: str):
+    """A notebook stands before its exercises, and an exercise before the file that has its solution."""
     page = (ROOT / folder / "README.md").read_text()
     titles = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     assert titles[1:3] == ["The route", "What to run"]
-    sections = page.partition("\n## What to run\n")[2].partition("\n## ")[2]
+    route, _, rest = page.partition("\n## What to run\n")
+    sections = rest.partition("\n## ")[2]
     there = {one.name: one for one in EXERCISES if one.file.parts[0] == folder}
     named = []
     for paragraph in re.finditer(r"\*\*Write\*\*.*\n(?:.+\n)*", sections):
         for name in re.findall(r"`(\w+)`", paragraph[0]):
             file = there[name].lesson.relative_to(ROOT / folder).as_posix()
             assert f"]({file})" not in sections[: paragraph.end()], name
+            assert f"/{there[name].notebook}.ipynb)" in sections[: paragraph.end()], name
             named.append(name)
-    assert sorted(named) == sorted(there)
+    assert named == list(there)
+    files = re.findall(r"\]\(([\w/]+\.py)\)", route)
+    assert files == sorted(files, key=lambda file: sections.index(f"]({file})"))
+    predicted = re.findall(r"\*\*Predict\*\* with [^.]*?\(\.\./notebooks/(\w+)\.ipynb\)", sections)
+    assert len(predicted) == sections.count("**Predict**")
+    assert set(re.findall(r"/(\w+)\.ipynb\)", route)) <= set(predicted)
 
 
 def test_the_changelog_names_every_lesson():

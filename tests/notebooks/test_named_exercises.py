@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from exercises.catalog import BY_NAME
 from exercises.names import all_exercises
 from tests.notebooks.books import BOOKS, NAMES, source_of
 
@@ -31,6 +32,13 @@ def prose_of(book) -> str:
     cells = json.loads(book.read_text("utf-8"))["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     return " ".join(" ".join(text.split()) for text in texts)
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=NAMES)
+def test_the_end_of_a_notebook_names_exercises_in_the_order_of_the_catalogue(book):
+    end = prose_of(book).partition("## Exercises")[2].partition("## Further reading")[0]
+    named = [name for name in dict.fromkeys(re.findall(r"`(\w+)`", end)) if name in BY_NAME]
+    assert named == [name for name in BY_NAME if name in named]
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
