@@ -282,7 +282,8 @@ class Run:
         if self.link is None:
             self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
         if self._model == "gpt" and self._tick is None and getattr(self._args, "experts", 1) == 1:
-            dtype = torch.bfloat16 if getattr(self._args, "bf16", False) else torch.float32
+            is_bf16 = getattr(self._args, "bf16", False) or getattr(self._args, "precision", "") == "bf16"
+            dtype = torch.bfloat16 if is_bf16 else torch.float32
             self._peak_flops = measure_flops(self._cluster.device, dtype)
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step

@@ -106,7 +106,7 @@ class Meter:
             "steps": len(self.windows),
             "first_loss": self._first_loss,
             "last_loss": self._loss(),
-            "step_seconds": statistics.median(self._timed()) if self.windows else None,
+            "step_seconds": self._step_seconds(),
             "tokens_per_second": self._tokens_per_second(),
             "peak_memory_bytes": peak_memory(self._cluster.device) if self._peak is None else self._peak,
             "bytes_sent": sent.bytes_sent,
@@ -114,13 +114,14 @@ class Meter:
         }
         return {key: _plain(value) for key, value in (summary | extras).items()}
 
-    def _timed(self) -> list[float]:
+    def _step_seconds(self) -> float | None:
+        """Return the median; a mean would also have the few steps in which the machine does other things."""
         seconds = [(end_ns - start_ns) / 1e9 for start_ns, end_ns in self.windows]
-        return seconds[min(self._warmup, len(seconds) // 2) :]
+        return statistics.median(seconds[min(self._warmup, len(seconds) // 2) :]) if seconds else None
 
     def _tokens_per_second(self) -> float | None:
-        timed = self._timed()
-        return len(timed) * self._tokens_per_step / sum(timed) if timed else None
+        seconds = self._step_seconds()
+        return None if seconds is None else self._tokens_per_step / seconds
 
     def _loss(self) -> float | None:
         return None if self._last_loss is None else float(self._last_loss)
