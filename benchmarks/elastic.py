@@ -35,7 +35,6 @@ from typing import Any
 from benchmarks import side_by_side
 from benchmarks.side_by_side import row, show
 from comm.errors import CommError
-from comm.script import command_line
 from comm.script import start as start_rank
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
@@ -44,6 +43,7 @@ from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from lab.cluster import Cluster
+from lab.launch.usage import read_words
 from training.checkpoint import Checkpoints, complete_steps
 from training.run import Run
 
@@ -149,7 +149,7 @@ def be_a_rank() -> None:
     elif os.environ[WAY] == "mesh":
         start_rank(survive_on_a_mesh, ElasticMeshArgs, in_a_child=True)
     else:
-        start_rank(restart, HybridArgs, read=lambda words, cluster: command_line(HybridArgs))
+        start_rank(restart, HybridArgs, read=lambda words, _: read_words(words, HybridArgs))
 
 
 def one_run(way: str, args: Args) -> dict[str, float]:

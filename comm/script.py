@@ -1,36 +1,26 @@
 """Start and end the script of a lesson: `start(main, Args)`.
 
-The ranks meet before they read the command line. So if all ranks refuse an argument, rank 0 alone prints the
-error.
+The command line is read before the ranks meet, and what the arguments mean together is checked after it. So
+if all ranks refuse them, rank 0 alone prints the error.
 """
 
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-import tyro
 
 from comm.membership import liveness
 from comm.rendezvous import join, leave
 from comm.wire.wire import is_lost_connection
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError, reason
+from lab.launch.errors import UsageError, WorkbookError, reason
 from lab.launch.launcher import run_in_a_child
-from lab.launch.usage import print_help_if_asked
+from lab.launch.usage import is_told_by_rank_0, print_help_if_asked, read_words
 
 Arguments = TypeVar("Arguments")
-
-
-class Usage(WorkbookError):
-    """The text that a script prints instead of running: its help, or an error in its command line."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def start(
@@ -39,17 +29,25 @@ def start(
     read: Callable[[Sequence[str], Cluster], Arguments] | None = None,
     in_a_child: bool = False,
 ) -> None:
-    """Join the other ranks, read the command line, call `main(cluster, arguments)`, and leave together.
+    """Read the command line, join the other ranks, call `main(cluster, arguments)`, and leave together.
 
-    `read(words, cluster)` reads the command line in place of `command_line`. With `in_a_child` torchrun does
+    `read(words, cluster)` reads the command line after the ranks have met. With `in_a_child` torchrun does
     not notice if the rank is killed (lab/launch/launcher.py).
     """
-    if print_help_if_asked(sys.argv[1:], arguments, f"python {sys.argv[0]}"):
+    words = sys.argv[1:]
+    if print_help_if_asked(words, arguments, f"python {sys.argv[0]}"):
         return
+    try:
+        args = None if read else read_words(words, arguments)
+    except UsageError as error:
+        if is_told_by_rank_0():
+            return  # after an exit code torchrun ends all ranks, perhaps before rank 0 has told the user
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
     if in_a_child:
         run_in_a_child()
     with joined() as cluster:
-        main(cluster, command_line(arguments) if read is None else read(sys.argv[1:], cluster))
+        main(cluster, read(words, cluster) if read else args)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -67,7 +65,7 @@ def joined() -> Iterator[Cluster]:
         lost = is_lost_connection(str(error.__cause__)) and liveness.cause()
         if lost and str(lost) not in sentence:
             sentence += f" ({lost})"
-        _exit(sentence, error.exit_code, sentence if isinstance(error, Usage) else None, error.concerns_all)
+        _exit(sentence, error.exit_code, error.concerns_all)
     except KeyboardInterrupt:
         _exit("interrupted.", 130)
     except BaseException as error:
@@ -85,26 +83,15 @@ def joined() -> Iterator[Cluster]:
     leave(cluster)
 
 
-def command_line(arguments: type[Arguments]) -> Arguments:
-    """Return the script's arguments. Raise Usage, and print nothing, where tyro would exit."""
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said), redirect_stderr(said):
-            # tyro's errors end in `prog` and --help, which should run as they are printed.
-            return tyro.cli(arguments, prog=f"python {sys.argv[0]}")
-    except SystemExit as end:
-        raise Usage(said.getvalue().replace(" --help", " --help-all"), int(end.code or 0)) from None
-
-
 def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation has failed. For a CPU torch has no error class for that."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _exit(sentence: str, exit_code: int, usage: str | None = None, concerns_all: bool = False) -> None:
+def _exit(sentence: str, exit_code: int, concerns_all: bool = False) -> None:
     if not liveness.fail(sentence) or concerns_all:
-        line = usage or f"rank {os.environ.get('RANK', '0')}: {sentence}\n"
-        print(line, end="", file=sys.stderr if exit_code else sys.stdout, flush=True)
+        line = f"rank {os.environ.get('RANK', '0')}: {sentence}"
+        print(line, file=sys.stderr if exit_code else sys.stdout, flush=True)
     liveness.wait_for_the_others(1.0)
     sys.stdout.flush()
     # Not sys.exit: the destructors of a broken group would wait for peers that have gone.

@@ -26,12 +26,12 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from comm.script import command_line
 from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, Pattern, model_of, sizes_of
 from hybrid_parallel.mesh import AXES
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from lab.launch.errors import WorkbookError, reason
+from lab.launch.usage import read_words
 from training.arguments import Size
 from training.validate import validate_arguments
 
@@ -137,7 +137,7 @@ def read_command_line(words: Sequence[str], world_size: int, choose: Choose | No
     """Return the arguments of train_hybrid.py. Raise WorkbookError if too many or too few processes run."""
     path, overrides = split_config(words)
     if path is None:
-        return command_line(HybridArgs)
+        return read_words(words, HybridArgs)
     config = load(path, overrides, choose)
     if config.num_processes != world_size:
         raise WorkbookError(

@@ -10,6 +10,7 @@ import tyro
 
 from comm.script import start
 from lab.launch import usage
+from lab.launch.errors import UsageError
 from tests.run_modes import MODES, start_of
 
 NAMES = [mode for mode, _, _ in MODES]
@@ -46,15 +47,14 @@ def test_the_help_of_a_number_says_what_it_counts_or_its_unit(mode: str):
 
 
 @pytest.mark.parametrize("mode", NAMES)
-def test_a_wrong_choice_is_answered_with_the_choices_in_the_order_of_the_help(mode: str, capsys):
+def test_a_wrong_choice_is_answered_with_the_choices_in_the_order_of_the_help(mode: str):
     arguments = start_of(mode).arguments
     for name, hint in get_type_hints(arguments).items():
         if get_origin(hint) is Literal:
-            with pytest.raises(SystemExit):
-                tyro.cli(arguments, args=[f"--{name.replace('_', '-')}", "no-such-choice"])
-            text = capsys.readouterr().err
-            places = [text.find(f"'{choice}'") for choice in get_args(hint)]
-            assert -1 not in places and places == sorted(places), (name, text)
+            with pytest.raises(UsageError) as refused:
+                usage.read_words([f"--{name.replace('_', '-')}", "no-such-choice"], arguments)
+            choices = ", ".join(choice for choice in map(str, get_args(hint)) if choice != "None")
+            assert f"'no-such-choice'; it must be one of {choices} (" in str(refused.value), name
         else:
             # tyro lists the choices of a union in the random order of a set.
             assert not any(get_origin(part) is Literal for part in get_args(hint)), name
@@ -63,15 +63,34 @@ def test_a_wrong_choice_is_answered_with_the_choices_in_the_order_of_the_help(mo
 @pytest.mark.parametrize("mode", NAMES)
 def test_the_short_help_has_at_most_12_options_and_says_where_the_others_are(mode: str):
     arguments, everything = start_of(mode).arguments, options_of(mode)
-    text = usage.short_help(arguments, "python x.py")
+    text = usage.help_of(arguments, "python x.py")
     shown = re.findall(r"^  --([a-z-]+)", text, re.MULTILINE)
     assert {"json", "steps"} & set(shown) and len(shown) <= 12
     assert text.endswith(f" shows all {len(everything)} options.\n")
-    assert max(map(len, text.splitlines())) <= 80
+    every = usage.help_of(arguments, "python x.py", every=True)
+    assert len(re.findall(r"^  --", every, re.MULTILINE)) == len(everything)
+    assert max(map(len, (text + every).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--stepz 3", "There is no option --stepz: did you mean --steps?"),
+        ("--metronome 20ms", "There is no option --metronome"),  # others have it
+        ("--steps abc", "--steps is 'abc'; it must be a whole number"),
+        ("--clip=x", "--clip is 'x'; it must be a number"),
+        ("--steps --json", "--steps has no value: write --steps INT"),
+        ("--json yes", "'yes' follows no option that takes a value"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_a_sentence(line: str, sentence: str):
+    with pytest.raises(UsageError) as refused:
+        usage.read_words(line.split(), start_of("zero3").arguments)
+    assert str(refused.value).partition(" (--help lists")[0] == sentence
 
 
 def test_help_is_printed_by_rank_0_alone_and_meets_nobody(capfd, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("NODES", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr("sys.argv", ["train_zero3.py", "--help" if rank == "1" else "--help-all"])

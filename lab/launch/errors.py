@@ -11,6 +11,12 @@ class WorkbookError(RuntimeError):
         return str(self).splitlines()
 
 
+class UsageError(WorkbookError):
+    """Say what is wrong in a command line."""
+
+    exit_code = 2
+
+
 class Stopped(WorkbookError):
     """Say that a run ends early because it was asked to stop. Everything is saved."""
 

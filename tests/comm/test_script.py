@@ -59,12 +59,11 @@ def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str],
     return [str(result) for result in results], out, "\n".join(said)
 
 
-def test_a_wrong_command_line_is_reported_once_and_ends_all_ranks(capfd):
-    ends, out, err = outcome(capfd, *["--stpes 3"] * 3)
-    assert ends == [f"rank {rank} exited with code 2 before it returned." for rank in range(3)]
-    assert not out
-    assert "Unrecognized" in err and err.count("run python script.py --help") == 1
-    assert all(line.startswith("[rank 0]") for line in err.splitlines()), err
+def test_a_wrong_command_line_is_reported_by_rank_0_before_the_ranks_meet(capfd):
+    ends, out, err = outcome(capfd, *["--stpes 3"] * 3, NODES=3, MASTER_ADDR="192.0.2.1")
+    assert ends[0].endswith("SystemExit: 2\n") and ends[1:] == ["ended well"] * 2
+    assert not out and err.startswith("[rank 0] There is no option --stpes: did you mean --steps? (")
+    assert err.count("\n") == 0
 
 
 def test_an_error_of_all_ranks_is_reported_once(capfd):
