@@ -153,6 +153,9 @@ def main(cluster: Cluster, args: Args) -> None:
         beta = f"{units.show_seconds(link.beta)} for each byte ({units.show_rate(link.beta)})"
         print(f"alpha                {units.show_seconds(link.alpha)} for each message", file=out)
         print(f"beta                 {beta}", file=out)
+        whole = units.show_seconds(link.alpha + args.mb * (1 << 20) * link.beta)
+        print(f"{args.mb:g} MiB alone take about alpha + {args.mb:g} MiB * beta = {whole}.", file=out)
+        print("make run RUN_MODE=comm ARGS='--link none' compares collectives with that formula.", file=out)
         if args.json:
             print(json.dumps(figures))
 

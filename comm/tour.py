@@ -250,8 +250,10 @@ def conclusion(cluster: Cluster, rows: list[dict], args: Args) -> list[str]:
         said.append(f"Half of the measured times are within {middle:.0%} of the predicted ones.")
     if dist.get_backend() == "nccl":
         return [*said, "Our patterns need gloo: BACKEND=gloo shows them beside torch's."]
-    link = "RUN_MODE=point_to_point measures this machine's own link."
-    return [*said, link if args.all else "ARGS=--all shows the other patterns, and PyTorch's own."]
+    if args.all:
+        return [*said, "make run RUN_MODE=point_to_point measures this machine's own link."]
+    ranks = f"WORLD_SIZE={cluster.world_size}"
+    return [*said, f"make run RUN_MODE=comm {ranks} ARGS=--all shows the other patterns, and PyTorch's own."]
 
 
 def _shown(show: Callable[[float], str], value: float | None) -> str:

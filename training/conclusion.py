@@ -15,7 +15,8 @@ NEXT = {
     "data_parallel_naive": "RUN_MODE=data_parallel_overlap ARGS='--link 200mbit,1ms' hides it behind "
     "the backward, which pays on a slow network.",
     "data_parallel_naive_grad_accumulation": "ARGS='--grad-acc-steps 4' sends as many bytes a step.",
-    "data_parallel_overlap": "RUN_MODE=data_parallel_bucket_overlap sends fewer and larger messages.",
+    "data_parallel_overlap": "RUN_MODE=data_parallel_bucket_overlap ARGS='--link 200mbit,1ms' sends fewer "
+    "and larger messages.",
     "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws this on a slow network.",
     "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
     "zero1": "RUN_MODE=zero2 also divides the gradients.",
@@ -52,8 +53,10 @@ def sentences(figures: Figures) -> list[str]:
     """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
     found = {name: value for name, value in figures.items() if value is not None}
     said = [text for rule in MEANINGS if (text := rule(found))][:1]
-    if (what := NEXT.get(mode := figures["run_mode"])) is not None:
-        said.append(f"make run {'' if what.startswith('RUN_MODE') else f'RUN_MODE={mode} '}{what}")
+    what, mode, ranks = NEXT.get(figures["run_mode"], ""), figures["run_mode"], figures["world_size"]
+    if what and f"WORLD_SIZE={ranks} " not in what:
+        ranks_too = "" if ranks <= 2 or "WORLD_SIZE" in what else f"WORLD_SIZE={ranks} "
+        said.append(f"make run {ranks_too}{'' if what.startswith('RUN_MODE') else f'RUN_MODE={mode} '}{what}")
     return said
 
 
