@@ -56,13 +56,6 @@ def present(space: Workspace, exercise: Exercise) -> None:
 
 
 def show_list(space: Workspace, options: argparse.Namespace) -> int:
-    if options.json:
-        rows = [
-            {"name": e.name, "minutes": e.minutes, "needs": e.needs, **vars(space.progress[e.name])}
-            for e in EXERCISES
-        ]
-        print(json.dumps({"exercises": rows, "minutes_left": space.minutes_left()}))
-        return 0
     table = table_of("  exercise", "difficulty", "minutes", "state", "hints", "notebook")
     for number in (1, 2, 4, 5):
         table.columns[number].justify = "right"
@@ -116,7 +109,10 @@ def check(space: Workspace, options: argparse.Namespace) -> int:
 
 
 def grade_aloud(exercise: Exercise, file: Path) -> Grade:
-    """Print what each test says as soon as it has ended, and then the grade."""
+    """Print what each test says as soon as it has ended, and then the grade.
+
+    The first test that fails is explained in full, and so is at the end the one that says most.
+    """
     tested: list[Explanation | None] = []
 
     def tell(test: str, found: Explanation | None) -> None:
@@ -125,10 +121,12 @@ def grade_aloud(exercise: Exercise, file: Path) -> Grade:
         console.print(f"test {len(tested)} of {len(exercise.tests)} {verdict}: {escape(words_of(test))}")
         if found and not any(tested[:-1]):
             explain(found.sentence, found.drawing)
+        elif found:
+            explain("", found.reason)
 
     result = grade(exercise, file, tell)
     colour = "green" if result.state == PASSED else "red"
-    is_new = result.sentence not in {one.sentence for one in tested if one}
+    is_new = result.sentence not in [one.sentence for one in tested if one][:1]
     told = result.sentence if is_new else f"{len(result.passed)} of {len(exercise.tests)} tests pass."
     console.print(f"[{colour}]{result.name}: {result.state}[/]  {escape(told)}")
     if is_new:
@@ -298,9 +296,8 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "name", nargs="?", help="The exercise's name; without it, the one you worked on last."
             )
-        if name in ("list", "check"):
-            command.add_argument("--json", action="store_true", help="Print one line of JSON.")
         if name == "check":
+            command.add_argument("--json", action="store_true", help="Print one line of JSON.")
             command.add_argument("--all", action="store_true", help="Grade all exercises.")
             command.add_argument("--submission", metavar="FOLDER", help="Grade the files in this folder.")
     return parser

@@ -71,7 +71,10 @@ class LessonTest(pytest.Item):
     def runtest(self) -> None:
         grade = self.parent.graded()
         if grade.state != "passed" and self.test not in grade.passed:
-            raise NotPassed("\n".join(filter(None, (f"{grade.name}: {grade.sentence}", grade.drawing))))
+            told = (
+                [grade.reasons[self.test]] if self.test in grade.reasons else [grade.sentence, grade.drawing]
+            )
+            raise NotPassed("\n".join([f"{grade.name}: {told[0]}", *filter(None, told[1:])]))
 
     def repr_failure(self, excinfo, style=None):
         own = isinstance(excinfo.value, NotPassed)

@@ -14,6 +14,7 @@ from typing import Any
 import cloudpickle
 
 from exercises.catalog import BY_NAME, PICKLE, Exercise, name_of
+from exercises.checker.explain import name_of as words_of
 from exercises.checker.grade import INVALID, Grade, judge
 from exercises.find_the_bug import Bug
 from exercises.names import all_exercises, exercise_named, typed
@@ -43,7 +44,9 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
             result = judge(exercise, file)
     else:
         result = Grade(exercise.name, INVALID, problem, failed=exercise.tests)
-    print("\n".join(filter(None, (f"{result.name}: {result.state}. {result.sentence}", result.drawing))))
+    others = [f"{words_of(test)}: {reason}" for test, reason in result.reasons.items()]
+    told = (f"{result.name}: {result.state}. {result.sentence}", result.drawing, *others)
+    print("\n".join(filter(None, told)))
     return result
 
 

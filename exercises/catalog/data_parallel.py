@@ -336,6 +336,7 @@ EXERCISES = (
             class BucketDataParallel(nn.Module):
                 """Does what NaiveDataParallel does, in few messages that travel while the backward computes.
 
+                All ranks begin with rank 0's parameters and buffers, and unused parameters count as zero.
                 Gradients share buckets, which are filled in the reverse order of `module.parameters()`: a
                 bucket is full when it has `bucket_mb` MiB or more. Each bucket is one all-reduce, which
                 starts in the last backward, as soon as all gradients of it and of the earlier buckets are

@@ -159,6 +159,10 @@ def no_broadcast(e: Evidence) -> object:
     return "initial" in e.first.what or any("frozen" in name for name in e.wrong)
 
 
+def buffers_differ(e: Evidence) -> object:
+    return e.first is not None and "initial buffer" in e.first.what and 0 not in e.compared
+
+
 def swapped(e: Evidence) -> object:
     found = [(name, other) for one in e.compared.values() for name, other in belongs_to(one).items()]
     return found and "`{}` has what belongs to `{}`".format(*found[0])
@@ -250,6 +254,10 @@ TABLE: tuple[Row, ...] = (
         "by what only that rank has seen? All ranks must agree on one order.",
     ),
     # no value
+    (
+        buffers_differ,
+        "The other ranks do not start with rank 0's buffers: is a broadcast of buffers missing?",
+    ),
     (
         no_broadcast,
         "Only rank 0 is right, and what is never trained differs too: the other ranks have not started "

@@ -31,7 +31,7 @@ _HARMLESS_CALLS = {
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or a plain expression."""
+    """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or an expression."""
 
     what: str
     pairs: dict[str, tuple[Any, Any]]
@@ -43,7 +43,7 @@ class Compared:
 
 def compared_in(error: BaseException) -> Compared | None:
     """Return what the failed assertion has compared, or None where that cannot be found."""
-    if not isinstance(error, AssertionError):
+    if not isinstance(error, AssertionError | TypeError):  # torch compares None with a TypeError
         return None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         with suppress(Exception):  # the error itself is what counts
@@ -143,9 +143,12 @@ def _false_part(test: ast.expr, value_of: Callable[[ast.expr], Any]) -> Compared
                 return _sides(part, value_of(left), value_of(right))
             left = right
     elif isinstance(test, ast.Call) and _name(test.func) in ("equal", "allclose") and len(test.args) >= 2:
-        if not value_of(test):
-            pair = value_of(test.args[0]), value_of(test.args[1])
-            return _compared(ast.unparse(test), {"": pair}, is_plain=True)
+        pair = value_of(test.args[0]), value_of(test.args[1])
+        if any(side is None for side in pair) or not value_of(test):
+            return _compared(ast.unparse(test.args[0]), {"": pair}, is_plain=True)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        if value := value_of(test.operand):
+            return _compared(ast.unparse(test.operand), {"": (value, None)}, operator="not", is_plain=True)
     elif not value_of(test):
         return _compared(ast.unparse(test), {"": (value_of(test), True)}, operator="", is_plain=True)
     return None
@@ -154,7 +157,7 @@ def _false_part(test: ast.expr, value_of: Callable[[ast.expr], Any]) -> Compared
 def _sides(test: ast.Compare, left: Any, right: Any) -> Compared:
     before, after = ast.unparse(test.left), ast.unparse(test.comparators[0])
     operator = ast.unparse(test).removeprefix(before).removesuffix(after).strip()
-    return _compared(ast.unparse(test), {"": (left, right)}, operator=operator, is_plain=True)
+    return _compared(before, {"": (left, right)}, operator=operator, is_plain=True)
 
 
 def _value(frame: FrameType, expression: ast.expr) -> Any:

@@ -49,11 +49,15 @@ def _shown(name: str, line: str) -> str:
 
 
 class Explanation(NamedTuple):
-    """A failed test in one sentence, and a drawing of several lines where that says more."""
+    """A failed test in one sentence, and a drawing of several lines where that says more.
+
+    `reason` is the part of the sentence that says what differs, without the test and the likely cause.
+    """
 
     state: str
     sentence: str
     drawing: str = ""
+    reason: str = ""
 
 
 def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation:
@@ -62,22 +66,24 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
     text, trace = failure["text"], failure["trace"]
     for unwritten in (missing(exercise, target) for target in exercise.targets):
         if "NotImplementedError" in trace and unwritten in trace:
-            return Explanation("unsolved", unwritten)
+            return Explanation("unsolved", unwritten, reason=unwritten)
     in_test = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold'
     cause = f" {failure['cause']}" if failure["cause"] else ""
     if text.startswith(_HANGS):
-        sentence = f"{in_test}: {_hang(own_code(file), text, cause)}"
-        return Explanation("hangs", sentence, failure["drawing"])
+        reason = _hang(own_code(file), text)
+        cause = cause if reason.startswith("the ranks wait") else ""
+        return Explanation("hangs", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
     rank = failure["rank"]
     if rank is not None and " failed:\n" not in text:
-        return Explanation("failed", f"{in_test}: {text.splitlines()[0]}{cause}", failure["drawing"])
+        reason = text.splitlines()[0]
+        return Explanation("failed", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
     at = own_code(file).line_in_traceback(text if rank is not None else trace)
     where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
     error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
     if not (at or cause or failure["difference"]) and _is_of_code(failure["type"], text):
         cause = " The error is outside of your function: look at what it returns or leaves out."
-    error = error if not cause or error.endswith((".", "?", "!")) else f"{error}."
-    return Explanation("failed", f"{in_test}: {where and where + ': '}{error}{cause}", failure["drawing"])
+    reason = f"{where and where + ': '}{error}{'' if error.endswith(('.', '?', '!')) else '.'}"
+    return Explanation("failed", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
 
 
 def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,8 +131,16 @@ def _named(kind: str, text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return f"{kind}."
+    if lines[0].startswith("DID NOT RAISE"):
+        return "there was no error"
+    if lines[0].startswith("Regex pattern did not match"):
+        expected, got = (line.partition(": ")[2] for line in lines[1:3])
+        return f"the error should say {expected}, and says {got}"
+    if kind == "AssertionError" and (sides := re.match(r"assert (.+) == (.+)", lines[0])):
+        return f"expected {sides[2]}, got {sides[1]}"
     wanted = [line for line in lines[1:4] if line.startswith(("Mismatched", "Greatest", "Expected"))]
-    return f"{kind}: {'; '.join([*lines[:1], *wanted])}"
+    text = "; ".join([*lines[:1], *wanted])
+    return text if kind in ("AssertionError", "Failed") else f"{kind}: {text}"
 
 
 def _is_of_code(kind: str, text: str) -> bool:
@@ -134,12 +148,12 @@ def _is_of_code(kind: str, text: str) -> bool:
     return any(f"{name}: " in f"{kind}: {text}" for name in _OF_CODE)
 
 
-def _hang(own: OwnCode, text: str, cause: str) -> str:
+def _hang(own: OwnCode, text: str) -> str:
     """Return what the report of a hang says: which ranks compute without an end, or wait for one another."""
     blocks = re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]
     computing = [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]
     if not computing:
-        return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}.{cause}"
+        return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}."
     places: dict[str, list[str]] = {}
     for block in computing:
         rank, _, at = _place(own, block).removeprefix("rank ").partition(" ")

@@ -1,5 +1,6 @@
 """Describe the error of a failed test: where it happened, what differs, and what has probably caused it."""
 
+import ast
 import re
 import traceback
 from collections.abc import Mapping
@@ -17,8 +18,13 @@ from lab.ranks.waiting import drawn
 
 _NAMES_VALUES = re.compile(r"\b(not|expected|got|instead of)\b")
 ranks.describe = compared_in  # a rank that fails says what it has compared
-LIMITS = {"==": "", "<=": "at most ", "<": "less than ", ">=": "at least ", ">": "more than "}
+LIMITS = {
+    **{"==": "", "is": "", "<=": "at most ", "<": "less than ", ">=": "at least ", ">": "more than "},
+    **{"!=": "anything but ", "is not": "anything but ", "in": "one of "},
+}
+PARTS = {"len": "the number of ", "max": "the largest of ", "min": "the smallest of ", "sum": "the sum of "}
 _TRAFFIC = re.compile(r"Traffic\(bytes_sent=(\d+), messages_sent=(\d+)\)")
+MAX_SHOWN = 120  # characters of a value
 CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
 
 
@@ -72,28 +78,71 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 def _plain(one: Compared) -> str | None:
     """Return what a plain assertion expects, and its message: a sentence, or the name of a case."""
     is_sentence = one.message[:1].isalpha() and len(one.message.split()) > 2
-    if not is_sentence:
-        return f"{one.message}: {_expectation(one)}" if one.message else _expectation(one)
-    is_complete = not one.operator or _NAMES_VALUES.search(one.message)
-    return one.message if is_complete else f"{one.message}{_pair(*one.pairs[''])}"
+    if is_sentence and (not one.operator or _NAMES_VALUES.search(one.message)):
+        return one.message
+    return ": ".join(filter(None, (one.message, _expectation(one))))
 
 
 def _expectation(one: Compared) -> str:
     """Return what a plain assertion expects, and what there is instead."""
     got, expected = one.pairs[""]
-    what = f"the test expects `{_short(one.what)}`"
-    if not one.operator:
-        return f"{what}, and it is {_short(got)}"
-    if isinstance(got, Tensor) or isinstance(expected, Tensor):
-        found = wrong_values(one).get("")
-        return f"{what}, and it is not so{': ' + found.text if found else ''}"
-    left = one.what.partition(f" {one.operator} ")[0]
-    side = "what the ranks return" if left.startswith("run_ranks(") else f"`{_short(left)}`"
-    if expected is None and one.operator == "is not":
-        return f"{side} is None"
-    if one.operator not in LIMITS:
-        return f"{what}, but the left side is {_short(got)} and the right side {_short(expected)}"
-    return f"{side} is {_short(got)}, and the test expects {LIMITS[one.operator]}{_short(expected)}"
+    if one.operator in ("", "not"):
+        return _truth(one, got)
+    subject = in_words(one.what)
+    if one.message and subject.startswith("the result of"):
+        subject = ""
+    if found := wrong_values(one).get("") if isinstance(expected, Tensor) else None:
+        return f"{subject or 'the result'}: {found.text}{_example(got, expected)}"
+    where, got, expected = first_difference(got, expected)
+    subject = ", ".join(filter(None, (subject, where)))
+    limit = LIMITS.get(one.operator, f"{one.operator} ")
+    return f"{subject and subject + ': '}expected {limit}{_short(expected)}, got {_short(got)}"
+
+
+def _truth(one: Compared, got: Any) -> str:
+    """Return what a plain assertion says that compares nothing, but asks whether something is so."""
+    is_wanted = one.operator != "not"
+    if re.match(r"torch\.(equal|allclose)\(", one.what):
+        return "two tensors should differ, and are equal"
+    if one.what.endswith(".any()") and (side := in_words(one.what.removesuffix(".any()"))):
+        return f"{side} should {'not ' * is_wanted}be zero everywhere"
+    side = in_words(one.what) or f"`{_short(one.what)}`"
+    if not isinstance(got, bool | str | Tensor):
+        return f"{side} should be empty, and is {_short(got)}"
+    return f"{side} should be {'true, and is false' if is_wanted else 'false, and is true'}"
+
+
+def in_words(expression: str) -> str:
+    """Return what an expression in a test stands for, or "" where only its code says it."""
+    if "LEDGER." in expression:
+        return "what the rank sends"
+    if expression in ("got", "found"):
+        return ""
+    node = ast.parse(expression, mode="eval").body
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        name, first = node.func.id, node.args[0] if node.args else None
+        if name in ("sorted", "list", "set", *PARTS) and first is not None:
+            inner = in_words(ast.unparse(first))
+            return inner and PARTS.get(name, "") + inner
+        if name == "run_ranks":
+            return "what the ranks return"
+        is_known = not any(isinstance(part, ast.Name) for one in node.args for part in ast.walk(one))
+        return f"the result of `{_short(expression) if is_known else name}`"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tolist":
+        return in_words(ast.unparse(node.func.value))
+    is_name = re.fullmatch(r"[\w.]+(\(\))?", expression)
+    return f"`{expression}`" if is_name else ""
+
+
+def first_difference(got: Any, expected: Any) -> tuple[str, Any, Any]:
+    """Return where two long lists or texts begin to differ, and what both have there."""
+    if isinstance(got, str) and isinstance(expected, str) and "\n" in expected:
+        return first_difference(got.splitlines(), expected.splitlines())
+    is_long = isinstance(got, list) and isinstance(expected, list) and len(str(expected)) > MAX_SHOWN
+    if not is_long or len(got) != len(expected):
+        return "", got, expected
+    place = next((i for i, (g, e) in enumerate(zip(got, expected, strict=True)) if g != e), 0)
+    return f"element {place}", got[place], expected[place]
 
 
 def _example(got: Any, expected: Any) -> str:
@@ -127,5 +176,5 @@ def _clarity(found: Relation) -> int:
 
 def _short(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float | complex) else str(value) or "empty"
-    text = _TRAFFIC.sub(r"\2 messages with \1 bytes", text)
-    return text if len(text) <= 120 else text[:117] + "..."
+    text = " ".join(_TRAFFIC.sub(r"\2 messages with \1 bytes", text).split())
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

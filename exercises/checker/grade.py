@@ -4,8 +4,8 @@ A grade ends in one sentence, whatever the learner's code does: it may be missin
 signature, fail, hang or kill its process.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ Tell = Callable[[str, Explanation | None], None]
 class Grade:
     """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed.
 
+    `sentence` explains one failed test, and `reasons` says in short what differs in each of the others.
     `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other, and
     `printed` what the code printed in the failed test, with each line's rank.
     `is_beyond` tells of a right solution whether it meets its target beyond correctness; None: it has none.
@@ -40,6 +41,7 @@ class Grade:
     drawing: str = ""
     printed: str = ""
     is_beyond: bool | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int:
@@ -90,10 +92,12 @@ def _graded(exercise: Exercise, file: Path, found: list[dict[str, Any]], state: 
     passed = tuple(test["id"] for test in tests if test["passed"])
     failures = [test for test in tests if not test["passed"]]
     missing = tuple(test for test in exercise.tests if test not in passed)
-    drawing, printed, beyond = "", "", told.get("beyond") or {"is_met": None, "sentence": ""}
+    drawing, printed, reasons = "", "", {}
+    beyond = told.get("beyond") or {"is_met": None, "sentence": ""}
     if failures:
         failed = most_telling(failures)
-        state, sentence, drawing = explain(exercise, file, failed)
+        state, sentence, drawing, _ = explain(exercise, file, failed)
+        reasons = {test["id"]: explain(exercise, file, test).reason for test in failures if test != failed}
         printed = failed["failure"].get("printed", "")
     elif not missing:
         verb = "is fixed" if isinstance(exercise, Bug) else "is right"
@@ -103,7 +107,7 @@ def _graded(exercise: Exercise, file: Path, found: list[dict[str, Any]], state: 
         sentence = f'This machine cannot run the test "{name_of(missing[0])}": {told["skipped"]}.'
     elif passed:
         sentence = f"{name_of(missing[0])}: {sentence}"
-    return Grade(exercise.name, state, sentence, passed, missing, drawing, printed, beyond["is_met"])
+    return Grade(exercise.name, state, sentence, passed, missing, drawing, printed, beyond["is_met"], reasons)
 
 
 def _agreement(tests: tuple[str, ...]) -> str:

@@ -37,7 +37,7 @@ def relation(got: Any, expected: Any) -> Relation | None:
     if not torch.isfinite(g).all() and torch.isfinite(e).all():
         return Relation("overflow", "inf or nan")
     if scale and not g.any():
-        return Relation("zero", "0 times what it should be", 0.0)
+        return Relation("zero", "there are only zeros", 0.0)
     factor = (g * e.conj()).sum().real.item() / max((e * e.conj()).sum().real.item(), 1e-300)
     if abs(factor) > 1e-3 and abs(factor - 1) > 1e-3 and _agree(g, factor * e, CLOSE * abs(factor) * scale):
         return Relation("factor", f"{factor:.6g} times what it should be", factor)
@@ -119,10 +119,10 @@ def _with_none(got: Any, expected: Any) -> Relation | None:
     if got is expected:
         return None
     if got is None:
-        return Relation("missing", "there is none, but one is expected")
+        return Relation("missing", "it is None, and a tensor is expected")
     is_zero = (tensor := _as_tensor(got)) is not None and not tensor.any()
-    what = "there are zeros" if is_zero else "there is one"
-    return Relation("zeros for none" if is_zero else "extra", f"{what}, but none is expected")
+    what = "there are zeros" if is_zero else "there is a tensor"
+    return Relation("zeros for none" if is_zero else "extra", f"{what}, and None is expected")
 
 
 def _by_element(g: Tensor, e: Tensor, scale: float) -> Relation:

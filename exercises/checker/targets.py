@@ -1,15 +1,11 @@
 """Measure what a right solution costs, and compare it with what is possible: a target beyond correctness.
 
-    bytes, messages, activations, idle time     counted or simulated, so they decide whether a target is met
-    time                                        of this machine in this moment, so it is information only
-
+Bytes, messages, activations and idle time are counted or simulated, so they are the same on every machine.
 A target runs in the process of the tests, where the learner's function is in its place on every rank, after
 all tests have passed. An exercise names its target in the catalog (`beyond`). Each function imports what it
 measures: a rank would need a second to import all lessons.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,37 +35,25 @@ class Outcome:
 
 def sent(op: str, pattern: str, praise: str) -> Outcome:
     """Compare the bytes and messages of a collective with its formula. The sentence ends in `praise`."""
-    found, times = zip(*run_ranks(_count, RANKS, op, pattern), strict=True)
+    found = run_ranks(_count, RANKS, op, pattern)
     possible = [cost.traffic(op, pattern, NUMEL, 4, RANKS, rank) for rank in range(RANKS)]
     most, least = _largest(found), _largest(possible)
     is_met = most.bytes_sent <= least.bytes_sent and most.messages_sent <= least.messages_sent
     text = f"For a tensor of {show_bytes(4 * NUMEL)} on {RANKS} ranks a rank sends at most {_shown(most)}"
-    sentence = f"{text}, {praise}." if is_met else f"Right, but wasteful: {_lower(text)}; {_shown(least)} do."
-    if times[0] is not None:
-        sentence += f" Here it takes {times[0]:.1f} times as long as torch's {op.replace('_', '-')}."
-    return Outcome(is_met, sentence)
+    if is_met:
+        return Outcome(True, f"{text}, {praise}.")
+    return Outcome(False, f"Right, but wasteful: {_lower(text)}; {_shown(least)} do.")
 
 
-def _count(cluster: Cluster, op: str, pattern: str) -> tuple[Traffic, float | None]:
-    """Return what a rank sends in one call and, of an all-reduce, its time as a share of torch's."""
+def _count(cluster: Cluster, op: str, pattern: str) -> Traffic:
+    """Return what a rank sends in one call."""
     full = torch.ones(NUMEL)
     shard = torch.ones(len(full.tensor_split(cluster.world_size)[cluster.rank]))
     arguments = {"all_gather": (full, shard), "reduce_scatter": (shard, full)}
     arguments["all_to_all"] = (torch.empty_like(full), full)
-    call: Callable[..., Any] = partial(getattr(collectives, op), *arguments.get(op, (full,)))
     LEDGER.clear()
-    call(pattern=pattern)
-    rows = LEDGER.rows().items()
-    traffic = sum((row for entry, row in rows if entry.pattern == pattern), Traffic())
-    if op != "all_reduce":
-        return traffic, None
-    seconds: dict[str, list[float]] = {pattern: [], "torch": []}
-    for _ in range(5):
-        for each in seconds:
-            start = time.perf_counter()
-            call(pattern=each)
-            seconds[each].append(time.perf_counter() - start)
-    return traffic, statistics.median(seconds[pattern]) / statistics.median(seconds["torch"])
+    getattr(collectives, op)(*arguments.get(op, (full,)), pattern=pattern)
+    return sum((row for entry, row in LEDGER.rows().items() if entry.pattern == pattern), Traffic())
 
 
 def _largest(ranks: Any) -> Traffic:

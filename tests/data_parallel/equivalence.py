@@ -19,7 +19,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
-from lab.check import assert_same, parameters
+from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import rank_slice
@@ -174,6 +174,12 @@ def one_process(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[
     return mean_gradients(module)
 
 
+def assert_same_start(module: nn.Module, reference: nn.Module, what: str) -> None:
+    """Compare parameters and buffers, of which a wrapper gives all ranks those of rank 0."""
+    assert_same(parameters(module), parameters(reference), 0, f"initial parameter{what}")
+    assert_same(dict(module.named_buffers()), dict(reference.named_buffers()), 0, f"initial buffer{what}")
+
+
 def compare_with_one_process(
     cluster: Cluster,
     wrap: Wrap,
@@ -185,19 +191,24 @@ def compare_with_one_process(
 ) -> None:
     """Compare every gradient in each step, and every parameter after the steps of SGD.
 
-    Gradients are set to None before even steps, and to zero before odd ones.
+    Gradients are set to None before even steps, and to zero before odd ones. One may be None for zeros.
     """
     reference, model = make(0), wrap(make(cluster.rank))
-    assert_same(parameters(model.module), parameters(reference), 0, f"initial parameter, {what},")
+    what = f", {what}" if what else ""
+    assert_same_start(model.module, reference, what)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
     for step, count in enumerate(microbatches):
         expected = one_process(reference, lambda m: loss(m, *batch))
         optimizers[1].zero_grad(set_to_none=step % 2 == 0)
         accumulate(model, loss, mine(cluster, batch), count)
-        assert_same(mean_gradients(model.module), expected, what=f"gradient, {what}, step {step},")
+        found = gradients(model.module)
+        got = {
+            name: e if found[name] is None and not e.any() else found[name] for name, e in expected.items()
+        }
+        assert_same(got, expected, what=f"gradient{what}, step {step},")
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(parameters(model.module), parameters(reference), what=f"parameter, {what},")
+    assert_same(parameters(model.module), parameters(reference), what=f"parameter{what},")
     assert len(set(replica_digests(cluster, model))) == 1, what
 
 

@@ -26,12 +26,13 @@ def filled(sizes: list[int], first_bytes: int, bucket_bytes: int) -> list[list[i
 
 
 def test_a_bucket_is_closed_when_it_reaches_its_cap_and_the_first_cap_is_separate():
-    assert filled([40] * 9, 80, 130) == [[40] * 2, [40] * 4, [40] * 3]
+    found = filled([40] * 9, 80, 130)
+    assert found == [[40] * 2, [40] * 4, [40] * 3], "9 tensors of 40 bytes, and buckets of 80, 130, 130 bytes"
 
 
 def test_a_parameter_larger_than_the_cap_closes_its_bucket():
-    assert filled([8, 400, 8, 8], 100, 100) == [[8, 400], [8, 8]]
-    assert filled([400, 8, 8], 100, 100) == [[400], [8, 8]]
+    for sizes, expected in (([8, 400, 8, 8], [[8, 400], [8, 8]]), ([400, 8, 8], [[400], [8, 8]])):
+        assert filled(sizes, 100, 100) == expected, f"tensors of {sizes} bytes, and buckets of 100 bytes"
 
 
 @given(

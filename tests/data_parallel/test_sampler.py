@@ -19,7 +19,7 @@ def shares(
     ]
     for sampler in samplers:
         sampler.set_epoch(epoch)
-        assert len(list(sampler)) == len(sampler)
+        assert len(list(sampler)) == len(sampler), f"len() is {len(sampler)}, and not the number of indices"
     return [list(sampler) for sampler in samplers]
 
 
@@ -53,7 +53,8 @@ def test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sa
                     range(num_examples), world_size, rank, seed=7, drop_last=uneven == "drop"
                 )
                 theirs.set_epoch(2)
-                assert list(theirs) == share, (num_examples, world_size, uneven)
+                what = f"{num_examples} examples, {world_size} ranks, uneven={uneven!r}, rank {rank}"
+                assert share == list(theirs), what
 
 
 def test_an_unknown_value_of_uneven_is_refused():

@@ -78,18 +78,41 @@ def test_nothing_is_guessed_where_nothing_is_known():
     assert likely_cause(Evidence("a test", "", plain(["a"], ["b"]))) is None
 
 
-def test_a_difference_names_the_value_the_element_and_both_numbers_or_what_the_test_expects():
+def test_a_difference_names_the_value_the_element_and_both_numbers():
     compared = {2: Compared("gradient of naive", {"bias": (NOISE, NOISE), "weight": (RIGHT * 2, RIGHT)}, 3)}
     assert shown_difference(compared, 2) == (
         "gradient of naive `weight`: 2 times what it should be (element [3]: got 10, expected 5)"
     )
-    plain = Compared("held == limit", {"": (6, 1)}, 2, is_plain=True, message="(5, 'pad')")
-    assert shown_difference({1: plain}, 1) == ("(5, 'pad'): `held` is 6, and the test expects 1")
-    sent = ("Traffic(bytes_sent=12, messages_sent=3)", "Traffic(bytes_sent=24, messages_sent=6)")
-    plain = Compared("total() == formula", {"": sent}, 2, is_plain=True)
-    assert shown_difference({1: plain}, 1) == (
-        "`total()` is 3 messages with 12 bytes, and the test expects 6 messages with 24 bytes"
-    )
+    none = Compared("initial buffer", {"scale": (None, RIGHT)}, 2)
+    assert shown_difference({1: none}, 1) == "initial buffer `scale`: it is None, and a tensor is expected"
+
+
+SENT = ("Traffic(bytes_sent=12, messages_sent=3)", "Traffic(bytes_sent=24, messages_sent=6)")
+LONG = [list(range(20))] * 5
+
+
+@pytest.mark.parametrize(
+    "what, got, expected, operator, message, words",
+    [
+        ("max(held)", 6, 1, "<=", "a case", "a case: the largest of `held`: expected at most 1, got 6"),
+        (
+            "LEDGER.total()",
+            *SENT,
+            "==",
+            "",
+            "what the rank sends: expected 6 messages with 24 bytes, got 3 messages with 12 bytes",
+        ),
+        ("cut([1, 2], 2)", [1], [2], "==", "", "the result of `cut([1, 2], 2)`: expected [2], got [1]"),
+        ("[f(x) for x in y]", 1, None, "is", "", "expected None, got 1"),
+        ("rows", [*LONG, [1]], [*LONG, [2]], "==", "", "`rows`, element 5: expected [2], got [1]"),
+        ("later", [1], None, "not", "", "`later` should be empty, and is [1]"),
+        ("flat.any()", True, None, "not", "", "`flat` should be zero everywhere"),
+        ("sent == 3", 2, 3, "==", "it sent 2 and not 3", "it sent 2 and not 3"),
+    ],
+)
+def test_a_plain_assertion_is_told_in_words(what, got, expected, operator, message, words):
+    plain = Compared(what, {"": (got, expected)}, 2, operator, is_plain=True, message=message)
+    assert shown_difference({1: plain}, 1) == words
 
 
 def test_a_wrong_schedule_is_shown_with_its_first_wrong_cell_in_brackets():

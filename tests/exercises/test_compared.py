@@ -28,8 +28,18 @@ def test_a_plain_assertion_gives_both_sides_of_the_part_that_is_false():
         assert len(held) == 2 and max(held) <= limit, "too many"
 
     found = compared_by(check, [1, 6], 3)
-    assert (found.what, found.operator, found.pairs) == ("max(held) <= limit", "<=", {"": (6, 3)})
+    assert (found.what, found.operator, found.pairs) == ("max(held)", "<=", {"": (6, 3)})
     assert found.is_plain and found.message == "too many"
+
+
+def test_none_in_place_of_a_tensor_is_collected_although_torch_refuses_to_compare_it():
+    def check(gradient: torch.Tensor | None) -> None:
+        assert torch.equal(gradient, torch.ones(1))
+
+    for compare in (check, lambda none: torch.testing.assert_close(none, torch.ones(1))):
+        with pytest.raises((TypeError, AssertionError)) as error:
+            compare(None)
+        assert [*compared_in(error.value).pairs.values()] == [(None, torch.ones(1))]
 
 
 def test_a_call_that_might_have_an_effect_is_not_repeated():

@@ -34,7 +34,7 @@ def test_the_lessons_code_meets_the_target_and_says_so_in_a_sentence(name):
             "ring_all_reduce",
             "    gather_chunks(wire, chunks)\n",
             "    gather_chunks(wire, chunks)\n    gather_chunks(wire, chunks)\n",
-            "a rank sends at most 9.0 MB in 9 messages; 6.0 MB in 6 messages do. ",
+            "a rank sends at most 9.0 MB in 9 messages; 6.0 MB in 6 messages do.",
         ),
     ],
 )

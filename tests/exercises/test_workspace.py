@@ -47,8 +47,7 @@ def test_progress_survives_and_a_failed_check_does_not_take_a_pass_back(space, c
     out = capsys.readouterr().out
     assert "passed earlier" in out and f"1 of {len(EXERCISES)} have passed" in out
     assert f"1 of {len(bugs())} bugs are fixed" in out
-    assert main(["list", "--json"], again) == 0
-    assert json.loads(capsys.readouterr().out)["minutes_left"] == again.minutes_left()
+    assert f"about {again.minutes_left()} minutes are left" in out
 
 
 def test_a_command_makes_the_file_once_and_a_reset_loses_nothing(space, capsys):

@@ -113,8 +113,8 @@ def test_torchs_own_device_mesh_has_the_same_groups():
         sizes = ParallelSizes(pipeline=2, data=1, context=2, tensor=2)
         mesh, theirs = Mesh(cluster, sizes), init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=AXES)
         for axis in AXES:
-            assert ranks_of(theirs.get_group(axis)) == ranks_of(mesh.group(axis))
-            assert theirs.get_local_rank(axis) == mesh.coordinate(axis)
+            assert ranks_of(mesh.group(axis)) == ranks_of(theirs.get_group(axis))
+            assert mesh.coordinate(axis) == theirs.get_local_rank(axis)
 
     run_ranks(same, 8)
 

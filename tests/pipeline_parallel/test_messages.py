@@ -27,6 +27,11 @@ def text(table: Table, rank: int, ahead: int) -> str:
     return " ".join(words)
 
 
+def expect(table: Table, rank: int, ahead: int, expected: str) -> None:
+    got = text(table, rank, ahead)
+    assert got == expected, f"rank {rank}, {ahead} actions ahead, where <1I0 is a receive of 1I0"
+
+
 def sends(table: Table, source: int, to: int) -> list[Message]:
     """Return the messages of one rank to another in the order of sending."""
     rank_of = placement(table)
@@ -35,19 +40,19 @@ def sends(table: Table, source: int, to: int) -> list[Message]:
 
 
 def test_two_ranks_of_gpipe():
-    assert text(gpipe(2, 2), 0, 2) == "<1I0 0F0 <1I1 0F1 0B0 0B1"
-    assert text(gpipe(2, 2), 1, 2) == "<0F0 <0F1 1F0 1F1 1B0 1B1"
-    assert text(gpipe(2, 2), 0, 1) == "0F0 <1I0 0F1 <1I1 0B0 0B1"
+    expect(gpipe(2, 2), 0, 2, "<1I0 0F0 <1I1 0F1 0B0 0B1")
+    expect(gpipe(2, 2), 1, 2, "<0F0 <0F1 1F0 1F1 1B0 1B1")
+    expect(gpipe(2, 2), 0, 1, "0F0 <1I0 0F1 <1I1 0B0 0B1")
 
 
 def test_without_looking_ahead_a_receive_is_posted_just_before_it_is_needed():
-    assert text(one_f_one_b(2, 2), 0, 0) == "0F0 0F1 <1I0 0B0 <1I1 0B1"
-    assert text(one_f_one_b(2, 2), 1, 0) == "<0F0 1F0 1B0 <0F1 1F1 1B1"
+    expect(one_f_one_b(2, 2), 0, 0, "0F0 0F1 <1I0 0B0 <1I1 0B1")
+    expect(one_f_one_b(2, 2), 1, 0, "<0F0 1F0 1B0 <0F1 1F1 1B1")
 
 
 def test_stages_of_one_rank_send_each_other_nothing():
-    assert text([parse_row("0F0 1F0 2F0 2B0 1B0 0B0")], 0, 2) == "0F0 1F0 2F0 2B0 1B0 0B0"
-    assert text([parse_row("0F0 1F0 1B0 0B0"), parse_row("2F0 2B0")], 0, 1) == "0F0 <2I0 1F0 1B0 0B0"
+    expect([parse_row("0F0 1F0 2F0 2B0 1B0 0B0")], 0, 2, "0F0 1F0 2F0 2B0 1B0 0B0")
+    expect([parse_row("0F0 1F0 1B0 0B0"), parse_row("2F0 2B0")], 0, 1, "0F0 <2I0 1F0 1B0 0B0")
 
 
 def test_receives_stand_in_the_senders_order_even_where_another_one_is_needed_first():
