@@ -71,10 +71,9 @@ class LessonTest(pytest.Item):
     def runtest(self) -> None:
         grade = self.parent.graded()
         if grade.state != "passed" and self.test not in grade.passed:
-            told = (
-                [grade.reasons[self.test]] if self.test in grade.reasons else [grade.sentence, grade.drawing]
-            )
-            raise NotPassed("\n".join([f"{grade.name}: {told[0]}", *filter(None, told[1:])]))
+            reason = grade.reasons.get(self.test)
+            told = reason or "\n".join(filter(None, (grade.sentence, grade.drawing)))
+            raise NotPassed(f"{grade.name}: {told}")
 
     def repr_failure(self, excinfo, style=None):
         own = isinstance(excinfo.value, NotPassed)
