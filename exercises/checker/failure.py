@@ -49,7 +49,7 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
         "text": str(error),
         "trace": "".join(traceback.format_exception(error)),
         "difference": difference,
-        "cause": likely_cause(evidence),
+        "cause": None if table else likely_cause(evidence),  # the wrong cell says more
         "drawing": drawing,
     }
 
@@ -77,8 +77,7 @@ def shown_difference(compared: Mapping[int | None, Compared], rank: int | None) 
 
 def _plain(one: Compared) -> str | None:
     """Return what a plain assertion expects, and its message: a sentence, or the name of a case."""
-    is_sentence = one.message[:1].isalpha() and len(one.message.split()) > 2
-    if is_sentence and (not one.operator or _NAMES_VALUES.search(one.message)):
+    if _NAMES_VALUES.search(one.message) or (not one.operator and len(one.message.split()) > 2):
         return one.message
     return ": ".join(filter(None, (one.message, _expectation(one))))
 

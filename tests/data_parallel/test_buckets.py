@@ -53,7 +53,8 @@ def test_buckets_keep_the_order_have_one_dtype_each_and_are_filled_up_to_their_c
         assert sum(p.nbytes for p in bucket[:-1]) < cap
         if k < len(buckets) - 1:
             is_full = sum(p.nbytes for p in bucket) >= cap
-            assert is_full or buckets[k + 1][0].dtype != bucket[0].dtype
+            told = "a bucket is closed before it has its cap, and not by a change of dtype"
+            assert is_full or buckets[k + 1][0].dtype != bucket[0].dtype, told
 
 
 def test_the_last_layers_come_first_and_only_the_first_bucket_is_small():
