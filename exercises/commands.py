@@ -244,6 +244,7 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
                 if exercise is not None:
                     console.print("\nThe next exercise:")
                     present(space, exercise)
+                    warm_up(exercise)
                 continue
             console.print("Waiting for the next save; Ctrl-C ends.")
         time.sleep(POLL_SECONDS)

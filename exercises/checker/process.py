@@ -1,6 +1,7 @@
 """Run an exercise's tests in a process that is forked from a warm one, with torch and the lesson.
 
-The warm process stays as long as the caller: `watch` waits for it once, and each later check begins at once.
+The warm process stays as long as the caller, and until the next lesson: `watch` waits for it once, and each
+later check begins at once.
 The tests' ranks are forked from it too. Nothing here imports torch, so a command starts quickly.
 """
 
@@ -21,8 +22,21 @@ _context: Any = multiprocessing.get_context("forkserver")
 BUSY = 5  # on a busy machine, how many seconds of the clock a second of computing may take
 
 
+_lesson: str | None = None  # of which the warm process has imported the modules, if it was started here
+
+
 def warm_up(exercise: Exercise) -> None:
-    """Start the warm process, if there is none yet, with what this exercise needs."""
+    """Start the warm process with what this exercise needs, unless there is one with its lesson.
+
+    On ranks from the process of another lesson each test would import for seconds, and look like a hang.
+    """
+    global _lesson
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if _lesson not in (None, exercise.folder):
+        os.close(server._forkserver_alive_fd)  # the old one ends with its last child
+        server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
+    if server._forkserver_pid is None:
+        _lesson = exercise.folder
     tests = dict.fromkeys(test.partition(".py::")[0].replace("/", ".") for test in exercise.tests)
     modules = ["exercises.checker.run_tests", exercise.module, *tests]
     if not exercise.module.startswith("comm."):
