@@ -89,7 +89,7 @@ def test_a_constant_factor_is_named_with_its_likely_cause(tmp_path):
     other = {"id": "tests/other.py::test", "failure": failure_of(AssertionError("No numbers."))}
     telling = {"id": test, "failure": failure_of(error, test)}
     assert most_telling([other, telling]) == telling
-    _, sentence, _ = explain(exercise, file, telling)
+    sentence = explain(exercise, file, telling).sentence
     assert re.search(r"rank \d: `ours.grad`: 3 times what it should be \(element \[\d, \d\]: got ", sentence)
     assert "There are 3 ranks: it is a sum over ranks that should be a mean" in sentence
 
