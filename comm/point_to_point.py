@@ -134,6 +134,7 @@ def main(cluster: Cluster, args: Args) -> None:
     for ring in rings:
         outgoing = torch.full((int(args.mb * (1 << 18)),), float(cluster.rank), device=message_device(None))
         incoming = torch.empty_like(outgoing)
+        ring(outgoing, incoming)  # the first message opens the connections
         collectives.barrier()
         start = time.perf_counter()
         ring(outgoing, incoming)

@@ -120,7 +120,8 @@ def show(cluster: Cluster, op: str, console: Console) -> None:
     after = {name: t[name].int().tolist() for name in names}
     rows = exchange({"before": before, "after": after})
     if cluster.is_main and names:
-        table = Table(title=f"{op}: {MEANINGS[op]}", title_justify="left", title_style="bold")
+        console.print(f"[bold]{op}: {MEANINGS[op]}[/]")
+        table = Table()
         for column in ("rank", *(f"{name} {when}" for name in names for when in ("before", "after"))):
             table.add_column(column)
         for rank, row in enumerate(rows):
@@ -205,7 +206,8 @@ def main(cluster: Cluster, args: Args) -> None:
     kind = "This link is simulated (ARGS='--link none' takes the real one)"
     kind = kind if simulated is not None else "This link is as it is here"
     rate = f"{units.show_seconds(link.beta)} a byte ({units.show_rate(link.beta)})"
-    console.print(f"\n{kind}: alpha {units.show_seconds(link.alpha)} a message, beta {rate}.\n")
+    alpha = units.show_seconds(link.alpha)
+    console.print(f"\n{kind}: alpha {alpha} a message, beta {rate}.\n", soft_wrap=True)
     title = f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks"
     if not measures_all:
         title += ', each in the pattern that "auto" takes'

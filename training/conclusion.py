@@ -45,17 +45,22 @@ NEXT = {
 def rows(figures: Figures) -> list[tuple[str, str]]:
     """Return a short report: at most ten pairs of a name and a value."""
     found = {name: value for name, value in figures.items() if value is not None}
+    if figures["world_size"] == 1:
+        found["communication_seconds"] = 0.0  # the calls of collectives, which send nothing
     named = [(name, value(found)) for name, value in ROWS.items()]
     return [(name, value) for name, value in named if value]
 
 
 def sentences(figures: Figures) -> list[str]:
     """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
+    mode, ranks = figures["run_mode"], figures["world_size"]
+    if ranks == 1:
+        return [f"One rank sends nothing: make run RUN_MODE={mode} WORLD_SIZE=2 divides the work."]
     found = {name: value for name, value in figures.items() if value is not None}
     said = [text for rule in MEANINGS if (text := rule(found))][:1]
-    what, mode, ranks = NEXT.get(figures["run_mode"], ""), figures["run_mode"], figures["world_size"]
+    what = NEXT.get(mode, "")
     if what and f"WORLD_SIZE={ranks} " not in what:
-        ranks_too = "" if ranks <= 2 or "WORLD_SIZE" in what else f"WORLD_SIZE={ranks} "
+        ranks_too = "" if ranks == 2 or "WORLD_SIZE" in what else f"WORLD_SIZE={ranks} "
         said.append(f"make run {ranks_too}{'' if what.startswith('RUN_MODE') else f'RUN_MODE={mode} '}{what}")
     return said
 
@@ -213,10 +218,6 @@ ROWS = {
 """Each row's name, and the function that returns its value, or None where the run has no such figures."""
 
 
-def _one_rank(f: Figures) -> str | None:
-    return "One rank sends nothing: start more with WORLD_SIZE=2." if f["world_size"] == 1 else None
-
-
 def _drifted(f: Figures) -> str | None:
     return "Each rank has trained a model of its own, on its part of the data." if "drift" in f else None
 
@@ -256,5 +257,5 @@ def _busiest_axis(f: Figures) -> str | None:
     return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
 
 
-MEANINGS = (_one_rank, _drifted, _idle, _busiest_axis, _where_time_goes)
+MEANINGS = (_drifted, _idle, _busiest_axis, _where_time_goes)
 """What a run means: the first of these that has something to say."""

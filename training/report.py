@@ -70,7 +70,8 @@ def print_report(
         return
     console = Console(stderr=as_json)
     every_row = [(name, _readable(name, value)) for name, value in figures.items() if value is not None]
-    title = f"{figures['run_mode']}, {cluster.world_size} ranks, {figures['steps']} steps"
+    ranks = f"{cluster.world_size} rank{'s' * (cluster.world_size > 1)}"
+    title = f"{figures['run_mode']}, {ranks}, {figures['steps']} steps"
     table = Table(show_header=False, title=None if verbose else title, title_justify="left")
     for name, value in every_row if verbose else conclusion.rows(figures):
         table.add_row(name, Text(value))

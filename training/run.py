@@ -282,13 +282,15 @@ class Run:
         if self.link is None:
             self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
         if self._model == "gpt" and self._tick is None and getattr(self._args, "experts", 1) == 1:
-            is_bf16 = getattr(self._args, "bf16", False) or getattr(self._args, "precision", "") == "bf16"
-            dtype = torch.bfloat16 if is_bf16 else torch.float32
-            self._peak_flops = measure_flops(self._cluster.device, dtype)
+            self._peak_flops = self._measured_flops()
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
         unit = "tokens" if self._model == "gpt" else "images"
         return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step, unit)
+
+    def _measured_flops(self) -> float:
+        is_bf16 = getattr(self._args, "bf16", False) or getattr(self._args, "precision", "") == "bf16"
+        return measure_flops(self._cluster.device, torch.bfloat16 if is_bf16 else torch.float32)
 
     @property
     def _steps_done(self) -> int:
@@ -403,7 +405,8 @@ class Run:
             **own_rows,
         )
         if self._peak_flops is not None:
-            summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / self._peak_flops
+            peak = max(self._peak_flops, self._measured_flops())  # other programs only make it less
+            summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / peak
         print_report(cluster, summary, args.json, args.verbose)
         if args.trace is not None:
             drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows

@@ -73,6 +73,27 @@ def test_what_to_run_next_is_offered_there():
             ), mode
 
 
+def test_a_sentence_fits_the_number_of_ranks():
+    figures = {
+        "run_mode": "zero1",
+        "world_size": 1,
+        "steps": 3,
+        "step_seconds": 1.0,
+        "tokens_per_second": 9.0,
+    }
+    figures |= {
+        "compute_seconds": 0.8,
+        "communication_seconds": 0.1,
+        "hidden_share": 0.0,
+        "blocking_share": 1.0,
+    }
+    [said] = conclusion.sentences(figures)
+    assert said == "One rank sends nothing: make run RUN_MODE=zero1 WORLD_SIZE=2 divides the work."
+    assert "communication" not in dict(conclusion.rows(figures))
+    *_, said = conclusion.sentences(figures | {"world_size": 4})
+    assert said.startswith("make run WORLD_SIZE=4 RUN_MODE=zero2 ")
+
+
 def test_headers_are_no_pattern_and_one_rank_has_no_transport():
     traffic = {Entry("all_reduce", "header"): Traffic(100, 5), Entry("broadcast", "tree"): Traffic(0, 0)}
     assert pattern_and_transport(traffic, "ring") == {"pattern": "ring", "transport": "none (one rank)"}
