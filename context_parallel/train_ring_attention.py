@@ -171,6 +171,8 @@ class Args(ContextArgs):
 def main(cluster: Cluster, args: Args) -> None:
     # All ranks get all sequences, and each draws dropout masks of its own.
     run = Run(cluster, args, "context_ring", share=(0, 1), stream=cluster.rank)
+    if args.link is None:
+        run.not_measured = "messages round the ring are recorded as spans only with --link"
     use_pattern(args.pattern)
     plain, kernel = run.model(), KERNELS[args.kernel]
     if args.metronome is not None:

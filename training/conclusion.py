@@ -257,5 +257,10 @@ def _busiest_axis(f: Figures) -> str | None:
     return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
 
 
-MEANINGS = (_drifted, _idle, _busiest_axis, _where_time_goes)
+def _unseen(f: Figures) -> str | None:
+    is_unseen = "only with --link" in f.get("not_measured", "")
+    return "Only a simulated link shows what is hidden: add ARGS='--link 1gbit'." if is_unseen else None
+
+
+MEANINGS = (_drifted, _idle, _busiest_axis, _where_time_goes, _unseen)
 """What a run means: the first of these that has something to say."""
