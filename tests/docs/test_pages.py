@@ -8,7 +8,9 @@ import pytest
 
 from exercises import pages
 from exercises.catalog import EXERCISES
+from lab.what_changed import SHORT
 from tests.run_modes import MODES, ROOT, SCRIPTS
+from training.compare import NO_TIMELINE
 
 TOP = (ROOT / "README.md").read_text()
 LESSONS = sorted({script.partition("/")[0] for _, script, _ in MODES})
@@ -50,6 +52,12 @@ def test_the_readme_s_picture_shows_the_messages_of_the_ring():
 
 def test_a_page_lists_the_lessons_of_entrypoint_in_its_words():
     assert rows_of((ROOT / "docs" / "running.md").read_text()) == MODES
+
+
+def test_the_page_of_ways_to_run_says_which_names_compare_and_diff_accept():
+    page = (ROOT / "docs" / "running.md").read_text()
+    section = page.partition("\n## Several lessons")[2].partition("\n## ")[0]
+    assert {*SHORT, *NO_TIMELINE} <= set(re.findall(r"`(\w+)`", section))
 
 
 @pytest.mark.parametrize("folder", [lesson for lesson in LESSONS if lesson != "comm"])
