@@ -19,7 +19,7 @@ from lab.trace.stream_clock import time_when_done
 TINY_BYTES, PROBE_BYTES, LARGE_BYTES = 8, 16 << 10, 4 << 20
 REPEATS = 5
 SECONDS = 1.5  # for all runs of a size; one run may take longer
-MATMUL_WINDOWS, MATMUL_SECONDS = 5, 0.02
+MATMUL_WINDOWS, MATMUL_SECONDS = 3, 0.01
 
 
 def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link:
@@ -63,9 +63,15 @@ def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> f
     The share of it that a training reaches is its model FLOPs utilisation (MFU), with
     `GPTConfig.flops_per_token`. Ranks that share cores share their FLOP/s, so they multiply at the same time.
     """
-    size = 4096 if device.type == "cuda" else 512
-    matrix, rates = torch.ones(size, size, device=device, dtype=dtype), []
-    matrix @ matrix  # the first one warms up
+    size, rates = 256, []
+    while True:  # make the matrix larger, until starting a product takes little of its time
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        matrix @ matrix  # the first one warms up
+        start = time_when_done(device)
+        matrix @ matrix
+        if size == 8192 or time_when_done(device) - start > MATMUL_SECONDS * 1e9 / 10:
+            break
+        size *= 2
     collectives.barrier()
     for _ in range(MATMUL_WINDOWS):
         start = now = time_when_done(device)
