@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from exercises.checker.causes import Evidence, likely_cause
@@ -149,6 +150,8 @@ def _example(got: Any, expected: Any) -> str:
     if isinstance(got, Tensor) and isinstance(expected, Tensor) and got.shape == expected.shape:
         if not got.numel():
             return ""
+        if got.dtype == torch.bool:  # which cannot be subtracted
+            got, expected = got.int(), expected.int()
         place = int((got - expected).abs().nan_to_num(nan=float("inf")).argmax())
         index = [int(i) for i in _unravelled(place, got.shape)]
         one, other = got.flatten()[place].item(), expected.flatten()[place].item()
