@@ -40,7 +40,7 @@ class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
-    With several microbatches, divide each one's sum of losses by the step's number of valid targets
+    With several microbatches, divide each one's sum of losses by the valid targets of the global batch / n
     (training/valid_targets.py). `pattern` names the algorithm of the all-reduces: None is the ring, or with
     NCCL torch's own. Broadcasts ignore it.
 

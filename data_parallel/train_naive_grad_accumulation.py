@@ -11,10 +11,11 @@ alpha and beta as in train_naive.py:
       step = N (forward + backward) + sum over parameters of 2 (n-1) (alpha + (bytes/n) beta) + optimizer
 
 Autograd adds gradients up. To get those of the *mean* loss, each microbatch's sum of losses is divided by the
-step's number of valid targets, which are those that are not -100 (training/valid_targets.py). The mean over
-ranks comes from the all-reduce. Two mistakes are hard to see in the loss. If each microbatch's own mean is
-its loss, gradients are N times too large: with SGD that is a learning rate N times too large, while Adam
-hides it. And an all-reduce after every microbatch sends N times the bytes for the same gradients.
+valid targets of the global batch / n, because the all-reduce takes a mean over n ranks. Valid targets are
+those that are not -100 (training/valid_targets.py). Two mistakes are hard to see in the loss. If each
+microbatch's own mean is its loss, gradients are N times too large: with SGD that is a learning rate N times
+too large, while Adam hides it. And an all-reduce after every microbatch sends N times the bytes for the same
+gradients.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ class OverlapDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients during the backward.
 
     Call `finish_gradient_sync()` after the backward: then every `param.grad` is the mean over ranks. With
-    several microbatches, divide each one's sum of losses by the step's number of valid targets
+    several microbatches, divide each one's sum of losses by the valid targets of the global batch / n
     (training/valid_targets.py), and run all but the last inside `no_sync()`.
     What is supported and refused is as in NaiveDataParallel (train_naive.py).
     """

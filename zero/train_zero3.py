@@ -271,9 +271,9 @@ class FullyShardedDataParallel(ShardedModule):
     ranks must run the same blocks. With `compute_dtype`, parameters and inputs are cast to it for computing
     and for sending, and outputs are cast back; shards and optimizer keep the dtype of the parameters.
 
-    With several microbatches, divide each one's sum of losses by the step's number of valid targets, and run
-    all but the last inside `no_sync()`. Call `finish_gradient_sync()` after the last backward: then the
-    `grad` of each shard is the mean over ranks, with zeros for an unused parameter.
+    With several microbatches, divide each one's sum of losses by the valid targets of the global batch / n,
+    and run all but the last inside `no_sync()`. Call `finish_gradient_sync()` after the last backward: then
+    the `grad` of each shard is the mean over the n ranks, with zeros for an unused parameter.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ class Comparison:
     predicted: tuple[float, float] | None  # the ends of the range; a single number is both
     measured: float
     unit: str = ""
+    by: str = "measured"
 
     @property
     def verdict(self) -> str:
@@ -47,7 +48,7 @@ class Comparison:
         ends = dict.fromkeys(f"{end:.4g}" for end in self.predicted or ())
         return [
             ("predicted", f"{' to '.join(ends)}{unit}" if ends else "", ""),
-            ("measured", f"{self.measured:.4g}{unit}", self.verdict),
+            (self.by, f"{self.measured:.4g}{unit}", self.verdict),
         ]
 
     def __repr__(self) -> str:
@@ -70,9 +71,9 @@ class Prediction:
     value: tuple[float, float] | None
     unit: str = ""
 
-    def compare(self, measured: float) -> Comparison:
-        """Return the prediction beside the measured number."""
-        return Comparison(self.value, float(measured), self.unit)
+    def compare(self, measured: float, by: str = "measured") -> Comparison:
+        """Return the prediction beside the measured number, or beside that of what `by` names."""
+        return Comparison(self.value, float(measured), self.unit, by)
 
 
 def predict(question: str, example: float, unit: str = "") -> Prediction:

@@ -403,9 +403,9 @@ accumulated.compare(summed / at_once)
 # %% [markdown]
 # It is the mistake of the first section again. Each `mean()` has divided by the 2 examples of its microbatch, and the
 # three means were added. So each loss is divided by the number of microbatches. (The lesson's code does it for parts of any
-# size: it divides each microbatch's *sum* of losses by the step's number of valid targets, which are those that are not
-# -100.) Without the division, SGD trains as with 3 times the learning rate, and Adam hides it. And then a change of the number of microbatches, "only to save memory",
-# changes the training.
+# size: it divides each microbatch's *sum* of losses by the valid targets of the global batch / n, because the all-reduce
+# takes a mean over n ranks. Valid targets are those that are not -100.) Without the division, SGD trains as with 3 times the
+# learning rate, and Adam hides it. And then a change of the number of microbatches, "only to save memory", changes the training.
 #
 # Now both together: 4 ranks with 3 microbatches each must give the gradient of one process with 12 times as many
 # examples. And what does it cost to all-reduce after *each* microbatch, instead of once? `comm` counts in a ledger what each
@@ -536,7 +536,8 @@ weight.compare(pull("ratio")[0])
 # This is perhaps the most repeated silent bug of the field: nothing fails, the loss falls, and every answer after a long
 # prompt pulls harder than the others. The same happens with microbatches, with the stages of a pipeline, and with sequences
 # that are cut among ranks. The cure is the same everywhere: *add up losses, and divide by the number of valid targets of the
-# global batch*. `valid_targets` ([training/valid_targets.py](../training/valid_targets.py)) is ten lines: an all-reduce of one number, before the
+# global batch* (or by an n-th of it, where the gradients are then averaged over n ranks). `valid_targets`
+# ([training/valid_targets.py](../training/valid_targets.py)) is ten lines: an all-reduce of one number, before the
 # forward. To see it in a training: `make run ARGS='--ignore-first 40'`. Beside a wrapper of this
 # workbook `loss_of` without that number refuses ignored targets; PyTorch's `F.cross_entropy` cannot know.
 #
@@ -759,7 +760,8 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    in each epoch another one. The file is `exercises/data_parallel/sampler.py`.
 # 2. **`naive_gradient_sync`** (15 minutes): average the gradients, also where some ranks did not use a parameter. The
 #    file is `exercises/data_parallel/naive_gradient_sync.py`, and `make exercises
-#    ARGS='watch naive_gradient_sync'` grades it whenever you save it.
+#    ARGS='watch naive_gradient_sync'` grades it whenever you save it. Then **`open_naive`** (30 minutes): the whole class
+#    from a specification, in `exercises/data_parallel/open_naive.py`.
 # 3. **`accumulation`** (10 minutes): run the microbatches of a step, so that their gradients are those of the mean
 #    loss. Write the function in a cell of its own, and let the lesson's tests grade it on real ranks. Leave the
 #    division out once, and read what the checker says.
@@ -776,9 +778,10 @@ print(f"{len(expected)} gradients of DDP agree with those of one process.")
 #    check(accumulate);
 #    ```
 #
-# **Find the bug**: `make exercises ARGS='bug bug_naive_8af'` makes a file with a wrong implementation, whose symptom is
-# "training hangs when only some ranks use a parameter". Find the line and fix it. Here, in a cell, that is `from
-# exercises.notebook import bug` and `bug("bug_naive_8af")`.
+# **Find the bug**, after the last section of [the lesson's page](../data_parallel/README.md): `make exercises ARGS='bug
+# bug_naive_b16'` makes a file with a wrong implementation, whose symptom is "the loss falls on each rank, but the replicas
+# never agree". Find the mistake and correct it. Here, in a cell, that is `from exercises.notebook import bug` and
+# `bug("bug_naive_b16")`.
 #
 # And with this notebook: change the straggler from half speed to a tenth, and predict the ratio before you run it.
 # <details><summary>Answer</summary>The four watches add up to 3.1 devices, and the job is worth 4 devices at a tenth of

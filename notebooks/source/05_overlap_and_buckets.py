@@ -498,10 +498,10 @@ def wire(num_bytes):
     return cost.seconds("all_reduce", "ring", num_bytes, world_size, LINK)
 
 
-def predicted_seconds(mb, seconds=0.01):
+def predicted_seconds(mb, first_mb=None, seconds=0.01):
     """Return a step's time by the formula: bucket k is sent when it is complete and bucket k-1 has arrived."""
     model = metronome_of(GPT(GPTConfig.named("small")), seconds)
-    buckets = BucketDataParallel(model, bucket_mb=mb, first_mb=mb).buckets
+    buckets = BucketDataParallel(model, bucket_mb=mb, first_mb=first_mb or mb).buckets
     done = {
         p: model.forward_seconds + 2 * seconds * (4 - i)
         for i, layer in enumerate(model.layers)
@@ -516,7 +516,7 @@ timed = {mb: run(partial(BucketDataParallel, bucket_mb=mb, first_mb=mb)) for mb 
 
 # %%
 predicted = pull("predicted")[0]
-best.compare(min(predicted, key=predicted.get))
+best.compare(min(predicted, key=predicted.get), by="formula")
 
 # %%
 measured = pull("{mb: seconds for mb, (_, seconds) in timed.items()}")[0]
@@ -543,8 +543,7 @@ show(
 # bottom of the U, is overlap. Where the bottom of the U lies depends on the link and on the model, so no default is
 # right for all. DDP's is 25 MiB; `data_parallel/train_bucket_overlap.py` has `--bucket-mb`.
 #
-# A refinement is in the lesson, which you can try with `first_mb`: its *first* bucket is small (0.25 MiB), so that the
-# link starts early.
+# The timelines show three sizes:
 
 # %%
 show_events(
@@ -552,6 +551,15 @@ show_events(
     alt="Three timelines of one rank. Small buckets: many short all-reduces that go on after the backward. Half a "
     "MiB: six all-reduces, most of them during the backward. Four MiB: one all-reduce after the backward.",
 )
+
+# %% [markdown]
+# The lesson has a refinement: its *first* bucket is small (0.25 MiB), so that the link starts early. A first bucket of 1 MiB
+# is complete when the backward of two blocks has ended, and one of 0.25 MiB after one block, 20 milliseconds earlier. This
+# is the step by the formula, with all other buckets of 1 MiB:
+
+# %%
+# %%ranks
+{f"first bucket {mb} MiB": f"{1e3 * predicted_seconds(1.0, first_mb=mb):.1f} ms" for mb in (1.0, 0.25)}
 
 # %% [markdown]
 # ## Who waits at the end?
@@ -621,9 +629,10 @@ parallel.finish_gradient_sync()
 #    and leave when the bucket is complete: `exercises/data_parallel/bucket_views.py`,
 #    `exercises/data_parallel/open_buckets.py`.
 #
-# **Find the bug**: `make exercises ARGS='bug bug_overlap_047'` makes a file with a wrong implementation, whose symptom is
-# "with accumulation replicas drift apart". Find the line and correct it. `bug_bucket_overlap_b12` is harder: "replicas
-# drift apart, and only on a slow network".
+# **Find the bug**, after the last section of [the lesson's page](../data_parallel/README.md): `make exercises ARGS='bug
+# bug_bucket_overlap_b12'` makes a file with a wrong implementation, whose symptom is "replicas drift apart, and only on a
+# slow network". Find the mistake and correct it. The hardest one of the lesson is `bug_overlap_047`: "with accumulation
+# replicas drift apart". Its mistake takes several lines.
 #
 # And with this notebook: make the latency ten times as long (`LINK`), predict where the bottom of the U moves, and run
 # the cells again.

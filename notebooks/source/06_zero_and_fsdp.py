@@ -830,8 +830,9 @@ for choice in ("keep", "recompute"):
 #    `exercises/zero/zero1.py`. **`zero2`** (45 minutes) continues from there.
 # 3. **`zero3`** (120 minutes, hard): gather, use, free: `exercises/zero/zero3.py`.
 #
-# **Find the bug**: `make exercises ARGS='bug bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is
-# "stage 2 needs as much memory as stage 1". Find the line and fix it.
+# **Find the bug**, after the last section of [the lesson's page](../zero/README.md): `make exercises ARGS='bug
+# bug_zero2_6f8'` makes a file with a wrong implementation, whose symptom is "stage 2 needs as much memory as stage 1". Find
+# the mistake and correct it.
 #
 # And with this notebook: on devices of 24 GB, with stage 3, how many do you need for 7 billion parameters, without
 # activations? Compute it with `formula`. And choose `blocks` for BabyCNN so that the largest gathered share is

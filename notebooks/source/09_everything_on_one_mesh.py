@@ -573,7 +573,8 @@ def groups_of(axis, sizes):
 # %% [markdown]
 # 2. `complete_gradients` (20 minutes) and then `clip_on_a_mesh` (20 minutes): which group completes a gradient, and which ranks
 #    count it in the norm. `make exercises ARGS='watch clip_on_a_mesh'` checks your file each time you save it.
-# 3. `make exercises ARGS='bug bug_clipping_d29'`: "runs with a pipeline clip harder". Find the mistake.
+# 3. After the last section of [the lesson's page](../hybrid_parallel/README.md), `make exercises ARGS='bug
+#    bug_clipping_d29'`: "runs with a pipeline clip harder". Find the mistake.
 #
 # ## Further reading
 #

@@ -86,7 +86,7 @@ def test_the_map_says_how_long_the_notebooks_and_the_exercises_of_a_lesson_take(
 
 @pytest.mark.parametrize("folder", LESSONS)
 def test_a_lesson_s_sections_name_notebooks_exercises_and_files_in_the_order_of_its_route(folder: str):
-    """A notebook stands before its exercises, and an exercise before the file that has its solution."""
+    """A notebook stands before its exercises, these before the file that has their solution and is read."""
     page = (ROOT / folder / "README.md").read_text()
     titles = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     assert titles[1:3] == ["The route", "What to run"]
@@ -103,6 +103,8 @@ def test_a_lesson_s_sections_name_notebooks_exercises_and_files_in_the_order_of_
     assert named == list(there)
     files = re.findall(r"\]\(([\w/]+\.py)\)", route)
     assert files == sorted(files, key=lambda file: sections.index(f"]({file})"))
+    read = "".join(re.findall(r"\*\*Read\*\*.*\n(?:.+\n)*", sections))
+    assert set(files) <= set(re.findall(r"\]\(([\w/]+\.py)\)", read))
     predicted = re.findall(r"\*\*Predict\*\* with [^.]*?\(\.\./notebooks/(\w+)\.ipynb\)", sections)
     assert len(predicted) == sections.count("**Predict**")
     assert set(re.findall(r"/(\w+)\.ipynb\)", route)) <= set(predicted)

@@ -165,6 +165,7 @@ def test_a_prediction_is_asked_for_until_a_number_is_typed_and_stands_beside_the
         "'two' is not a number. Type one, such as 2, 0.5, 1/2 or 50%, or"
     )
     assert repr(guess.compare(2049)) == "predicted  1024 MB\nmeasured   2049 MB        wrong"
+    assert "\nformula    2049 MB " in repr(guess.compare(2049, by="formula"))
     assert "<td style='text-align:left'>2049 MB</td>" in guess.compare(2049)._repr_html_()
 
 
