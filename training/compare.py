@@ -76,11 +76,16 @@ def measure(modes: list[str], words: str, in_containers: bool) -> Runs:
     return runs
 
 
+def not_hidden(figures: Figures) -> float:
+    """Return the seconds of a step's communication in which the rank does not compute."""
+    return float(figures["communication_seconds"] * (1 - figures["hidden_share"]))
+
+
 COLUMNS: dict[str, Callable[[Figures], str]] = {
     "step": lambda f: units.show_seconds(f["step_seconds"]),
     "computing": lambda f: units.show_seconds(f["compute_seconds"]),
     "communication": lambda f: units.show_seconds(f["communication_seconds"]),
-    "of it hidden": lambda f: f"{f['hidden_share']:.0%}",
+    "not hidden": lambda f: units.show_seconds(not_hidden(f)),
     "bubble": lambda f: f"{f['bubble']:.0%}",
     "sent in a step": lambda f: units.show_bytes(f["bytes_sent"] / f["steps"]),
     "messages": lambda f: f"{f['messages_sent'] / f['steps']:,.0f}",
@@ -121,7 +126,7 @@ def conclusion(runs: Runs) -> str:
     if not (fast.get("communication_seconds") and slow.get("communication_seconds")):
         return f"{said}."
     computing = (units.show_seconds(f["compute_seconds"]) for f in (fast, slow))
-    seen = (units.show_seconds(f["communication_seconds"] * (1 - f["hidden_share"])) for f in (fast, slow))
+    seen = (units.show_seconds(not_hidden(f)) for f in (fast, slow))
     spent = f"{' instead of '.join(seen)} of communication that no computing hides"
     return f"{said}: {spent}, and {' instead of '.join(computing)} of computing."
 
@@ -140,7 +145,7 @@ def main(modes: list[str], words: str, in_containers: bool) -> None:
     path.parent.mkdir(exist_ok=True)
     ranks = next(iter(runs.values()))[0]["world_size"]
     draw_panels({mode: events for mode, (_, events) in runs.items()}, path, f"{ranks} ranks {words}".strip())
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table_of(runs))
     print(conclusion(runs))
     print(f"The timelines, on one scale, are in {path}.")
