@@ -34,8 +34,14 @@ run: export ARGS := $(ARGS)
 run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
 	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
 
-notebooks: $(READY) ## open the notebooks in JupyterLab
-	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+notebooks: $(READY) my_notebooks ## open the notebooks in JupyterLab
+	@$(PY) -m jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks $(ARGS)
+
+# Copies without outputs, which would give the predictions away. They are the learner's, so they are made once.
+my_notebooks: | $(READY)
+	@$(PY) -m jupyter nbconvert --log-level=ERROR --to notebook --ClearOutputPreprocessor.enabled=True \
+	    --output-dir $@.new notebooks/*.ipynb
+	@mv $@.new $@
 
 exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save (or list, check, hint, ...)
 	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)

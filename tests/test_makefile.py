@@ -1,8 +1,10 @@
 """Test what `make run` makes of its variables. Nothing is trained: entrypoint.sh is a stub."""
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,24 @@ def test_make_does_not_run_what_stands_in_a_setting(checkout, setting):
     for printed in (make_run(checkout, f"{setting}={text}"), make_run(checkout, **{setting: text})):
         assert text in printed
     assert not (checkout / "by_make").exists()
+
+
+def test_notebooks_are_copied_once_without_the_outputs_that_give_predictions_away(checkout):
+    name = "01_ranks.ipynb"
+    (checkout / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / name, checkout / "notebooks")
+    (checkout / ".venv" / "bin").mkdir()
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "-C", str(checkout), "my_notebooks"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    copy = checkout / "my_notebooks" / name
+    cells = [cell for cell in json.loads(copy.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert cells and not any(cell["outputs"] for cell in cells)
+    copy.write_text("mine")
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    assert copy.read_text() == "mine"
 
 
 PYTHON = """#!/usr/bin/env bash
