@@ -22,7 +22,7 @@
 # own, often in another machine. Here all four are processes on your machine, and your processor is their device.
 #
 # Type your guess whenever a cell asks for one. A guess that turns out wrong is worth more than a fact that you only
-# read.
+# read. If results already stand below the cells, as in Colab, clear all outputs first.
 
 # %%
 try:
