@@ -28,6 +28,7 @@ html_math_renderer = "mathml"
 
 html_theme = "furo"
 html_static_path = ["static"]
+html_favicon = "static/favicon.svg"
 html_css_files = ["site.css"]
 html_js_files = ["embed.js"]
 html_show_sourcelink = html_copy_source = html_show_copyright = False

@@ -15,12 +15,28 @@ ranks. Every technique is a short file that runs for real on a laptop without a 
 [Lesson 1](comm/README.md)
 [Puzzles](site/puzzles/page.html)
 
+The notebooks and lessons can be read here. You run them [on your machine](#on-your-machine).
+
 ```{{raw}} html
 {player}
 ```
 
 Eight ranks add up their tensors. In a ring each rank sends a part to the next one, and all links work at the
 same time. Choose other algorithms, ranks and links on [the player's page](site/all_reduce/page.html).
+
+## On your machine
+
+You need Python 3.11 or newer and make. `make run` also sets up everything, in a minute or two.
+
+```bash
+{clone}
+make run         # 1. two ranks on this machine train a small GPT
+make notebooks   # 2. the guided tour: open 00_setup.ipynb
+make exercises   # 3. the first part of a lesson that you write yourself
+```
+
+[Set-up](docs/setup.md) has other ways to install, [running](docs/running.md) all ways to run a lesson, and
+[results](docs/results.md) what each technique gains, measured.
 
 ## The map
 
@@ -34,20 +50,6 @@ read files. After the last section you find the bugs in wrong versions of these 
 They need no installation, and run in any browser.
 
 {pages}
-
-## On your machine
-
-You need Python 3.11 or newer, make and a clone of the repository. The first command also sets up everything,
-in a minute or two.
-
-```bash
-make run         # 1. two ranks on this machine train a small GPT
-make notebooks   # 2. the guided tour: open 00_setup.ipynb
-make exercises   # 3. the first part of a lesson that you write yourself
-```
-
-[Set-up](docs/setup.md) has other ways to install, [running](docs/running.md) all ways to run a lesson, and
-[results](docs/results.md) what each technique gains, measured.
 """
 
 
@@ -64,13 +66,19 @@ def lessons_of(readme: str) -> list[str]:
     return [name for row in rows_of(readme, "lesson") for name in re.findall(r"\((\w+)/README\.md\)", row[0])]
 
 
+def clone_of(readme: str) -> str:
+    """Return README.md's command that fetches the workbook."""
+    return next(line for line in readme.splitlines() if line.startswith("git clone "))
+
+
 def first_page(readme: str, list_of_pages: str) -> str:
     """Return the first page's text, from README.md and site/README.md."""
     rows = rows_of(readme, "lesson")
     first = re.search(r"\(notebooks/00_setup\.ipynb\): (\d+ minutes)", str(rows))
     assert first is not None, "the map in README.md says how long notebook 00 takes"
     lessons = [
-        f"- **{lesson}**\n\n  {after[:1].upper()}{after[1:]}.\n\n  Predict: {predict}"
+        f"- **{lesson}**\n\n  {after[:1].upper()}{after[1:]}.\n\n  Predict: notebook"
+        + re.sub(r"(.*): (.*)", rf"{'s' * (predict.count('](') > 1)} \1 (\2)", predict)
         + (f"\n\n  Write: {write}" if write else "")
         for lesson, after, predict, write in rows
     ]
@@ -80,7 +88,13 @@ def first_page(readme: str, list_of_pages: str) -> str:
         for title, path in re.findall(r"\[(.+)\]\((.+)\)", link)
     ]
     player = frame("site/all_reduce.html#embed=playing&show=ring", "All-reduce in a ring, played")
-    return PAGE.format(first=first[1], player=player, lessons="\n".join(lessons), pages="\n".join(pages))
+    return PAGE.format(
+        first=first[1],
+        player=player,
+        clone=clone_of(readme),
+        lessons="\n".join(lessons),
+        pages="\n".join(pages),
+    )
 
 
 def frame(address: str, title: str) -> str:

@@ -22,7 +22,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.project import Project
 from sphinx.transforms import SphinxTransform
 
-from front import first_page, lessons_of
+from front import clone_of, first_page, lessons_of
 from lab.notebook.prediction import NO_KEYBOARD
 from lesson_pages import with_additions
 from pages import PAGES, lessons, write_pages
@@ -37,6 +37,7 @@ MENU = (
 )
 ANSWER = "Predict first. Then look."
 ACCOUNT = "YOUR_ACCOUNT"  # stands in addresses until notebooks/README.md's command sets it
+COLAB = re.compile(r"try:\n    import lab\n.*?colab\.py\n\n", re.DOTALL)  # in the first cell of a notebook
 # Source files of other kinds are shown as plain text.
 LEXERS = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".cff": "yaml", ".html": "html", ".js": "js"}
 
@@ -109,13 +110,15 @@ class Pictures(SphinxTransform):
 class NotebookCells(SphinxTransform):
     """Shows cells that run on ranks as Python, describes pictures in a text, and folds answers.
 
-    Leaves out what is of no use on the site: links to an account that is not set, and the note that a
-    prediction is an example.
+    Says how to run the notebook, and that a prediction is an example. Leaves out what is of no use on the
+    site: links to an account that is not set, and how Colab fetches the workbook.
     """
 
     default_priority = 400
 
     def apply(self, **kwargs: Any) -> None:
+        if Path(self.env.doc2path(self.env.docname)).suffix == ".ipynb":
+            self.say_how_to_run()
         self.fold_answers()
         for output in self.document.findall(
             lambda node: isinstance(node, nodes.container) and node.get("nb_element") == "mime_bundle"
@@ -126,26 +129,51 @@ class NotebookCells(SphinxTransform):
         for block in self.document.findall(nodes.literal_block):
             if block.astext().startswith("%%rank"):
                 block["language"] = "python"
-            if NO_KEYBOARD in block.astext():
-                block.rawsource = block.astext().replace(f" {NO_KEYBOARD}", "")
-                block.children = [nodes.Text(block.rawsource)]
+            shown = COLAB.sub("", block.astext()).replace(NO_KEYBOARD, "(an example guess)")
+            if shown != block.astext():
+                block.rawsource = shown
+                block.children = [nodes.Text(shown)]
+        for verdict in self.document.findall(nodes.raw):
+            verdict.children = [nodes.Text(verdict.astext().replace(">predicted<", ">example guess<"))]
         for line in list(self.document.findall(nodes.paragraph)):
             if any(ACCOUNT in link.get("refuri", "") for link in line.findall(nodes.reference)):
                 line.parent.remove(line)
 
+    def say_how_to_run(self) -> None:
+        clone = html.escape(clone_of((Path(self.env.srcdir) / "README.md").read_text("utf-8")))
+        first, then = (f"<code class='literal'>{each}</code>" for each in (clone, "make notebooks"))
+        said = f"<p>Here you read this notebook. To run it on your machine: {first}, then {then}.</p>"
+        title = next(self.document.findall(nodes.title))
+        title.parent.insert(1, html_of(said))
+
     def fold_answers(self) -> None:
-        """Fold the outputs that answer a prediction: after the cell that asks, to the one that compares."""
+        """Fold the outputs that answer a prediction: after the cell that asks, to the one that compares.
+
+        What is said about the answer is folded with it: all up to the next heading, cell or question.
+        """
         predicted: set[str] = set()
         for cell in self.document.findall(
             lambda node: isinstance(node, nodes.container) and node.get("nb_element") == "cell_code"
         ):
             source = "".join(each.astext() for each in cell[:1])
             outputs = [part for part in cell[1:] if part.astext().strip() or list(part.findall(nodes.image))]
-            if predicted and outputs:
-                cell.insert(1, html_of(f'<details class="answer"><summary>{ANSWER}</summary>'))
-                cell.append(html_of("</details>"))
+            is_folded = bool(predicted and outputs)
             predicted |= set(re.findall(r"(\w+) = predict\(", source))
             predicted -= set(re.findall(r"(\w+)\.compare\(", source))
+            if is_folded:
+                cell.insert(1, html_of(f'<details class="answer"><summary>{ANSWER}</summary>'))
+                for said in [] if predicted else self.after(cell):
+                    said.parent.remove(said)
+                    cell.append(said)
+                cell.append(html_of("</details>"))
+
+    @staticmethod
+    def after(cell: nodes.Element) -> list[nodes.Node]:
+        """Return what stands between a cell and the next heading, cell or question."""
+        rest = cell.parent[cell.parent.index(cell) + 1 :]
+        ends = (nodes.container, nodes.section)
+        is_end = [isinstance(each, ends) or "Predict" in each.astext() for each in rest]
+        return rest[: [*is_end, True].index(True)]
 
 
 def html_of(text: str) -> nodes.raw:
@@ -192,7 +220,8 @@ def _page(app: Sphinx, name: str, title: str, body: str) -> tuple[str, dict[str,
     parents = [f"{folder}/index" for folder in map(str, Path(title).parents) if folder != "."] + ["index"]
     above = next(docname for docname in parents if docname in app.env.titles)
     up = posixpath.relpath(f"{above}.html", posixpath.dirname(name) or ".")
-    heading = f"<h1>{title}</h1><p>In <a href='{up}'>{html.escape(app.env.titles[above].astext())}</a></p>"
+    name_of = re.sub("([/_])", r"\1<wbr>", title)
+    heading = f"<h1>{name_of}</h1><p>In <a href='{up}'>{html.escape(app.env.titles[above].astext())}</a></p>"
     return name, {"title": title, "body": heading + body}, "page.html"
 
 

@@ -36,7 +36,11 @@ TITLES = {
     "1f1b": ("1F1B", "each backward as soon as possible: the same bubble, far fewer activations held"),
     "interleaved": ("interleaved 1F1B", "several small stages a rank: a smaller bubble, more held and sent"),
     "zb_h1": ("ZB-H1", "each backward in two halves: the weight gradients fill idle time"),
-    "zb_v": ("ZB-V", "two stages on each rank, down and back up: almost no bubble where F = I = W"),
+    "zb_v": (
+        "ZB-V",
+        "two stages on each rank, down and back up: almost no bubble where forward, input gradient and weight"
+        " gradient take equally long",
+    ),
 }
 HERE = Path(__file__).parent
 PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])

@@ -23,7 +23,7 @@ function draw(said = "") {
   $("program").rows = rows.length + 1;
   $("program").value = asText(rows).split("|").map((line, i) =>
     `rank ${Math.floor(i / 2)} ${LANES[i % 2]}: ${line}`).join("\n");
-  drawChosen();
+  choose(state.row, state.step, false); // the table may have become smaller
   link({ puzzle: puzzle.name, table: asText(rows) });
 }
 
@@ -138,9 +138,19 @@ function canRun(before, rows, step) {
   return !runStep(ranks, column, 0, rows.map(() => []));
 }
 
+/** The jobs that can run in a cell, or the problem of a step before it, and whether all is done by then. */
+function possibleIn(row, step) {
+  const { puzzle, table: rows } = state;
+  const before = new Ranks(puzzle);
+  const problem = problemWithin(before, rows, step);
+  const jobs = jobsOf(puzzle, Math.floor(row / 2), row % 2).filter((job) =>
+    !problem && canRun(before, withJob(job, row, step), step));
+  return { problem, jobs, isDone: !problem && !missing(before).length };
+}
+
 /** Show which cell is chosen, and what can be put there. */
 function drawChosen() {
-  const { puzzle, table: rows, row, step } = state;
+  const { puzzle, row, step } = state;
   document.querySelectorAll("#grid .chosen").forEach((cell) => {
     cell.classList.remove("chosen");
     cell.tabIndex = -1;
@@ -149,11 +159,8 @@ function drawChosen() {
   cellOf(row, step).tabIndex = 0;
   const [rank, lane] = [Math.floor(row / 2), row % 2];
   $("palette-title").textContent = `Rank ${rank} ${LANES[lane]} in step ${step + 1}`;
-  const before = new Ranks(puzzle);
-  const problem = problemWithin(before, rows, step);
-  const jobs = jobsOf(puzzle, rank, lane);
-  const possible = problem ? [] : jobs.filter((job) => canRun(before, withJob(job, row, step), step));
+  const { problem, jobs, isDone } = possibleIn(row, step);
   $("possible").innerHTML = problem ? `<p>First mend step ${problem.step + 1}: nothing runs after it.</p>`
-    : buttons(possible) || "<p>No job can run here yet.</p>";
-  $("others").innerHTML = buttons(jobs);
+    : buttons(jobs) || `<p>${isDone ? "Nothing is left to do." : "No job can run here yet."}</p>`;
+  $("others").innerHTML = buttons(jobsOf(puzzle, rank, lane));
 }

@@ -39,13 +39,21 @@ function openPuzzle(name, given) {
   state.puzzle = puzzles.find((each) => each.name === name) ?? puzzles[0];
   state.table = fromText(given ?? kept.drafts[state.puzzle.name] ?? "", state.puzzle);
   state.undone = [];
-  draw();
   toStart();
 }
 
 function toStart() {
+  Object.assign(state, { row: 1, step: 0 });
+  draw();
   $("scroll").scrollLeft = 0;
-  choose(1, 0, false);
+}
+
+/** The cell in which to go on: in the rank's other row where this one could only free something. */
+function cellAfter(row, step) {
+  const next = Math.min(step + 1, state.table[0].length - 1);
+  const other = row ^ 1;
+  const goesOn = (each) => possibleIn(each, next).jobs.some((job) => kindOf(job) !== "free");
+  return [!goesOn(row) && !state.table[other][next] && goesOn(other) ? other : row, next];
 }
 
 const following = () => puzzles[puzzles.indexOf(state.puzzle) + 1];
@@ -126,8 +134,8 @@ $("palette").addEventListener("click", ({ target }) => {
   if (!job) return;
   const { row, step } = state;
   change(withJob(job, row, step));
-  choose(row, step + 1, false);
-  cellOf(row, state.step).scrollIntoView({ block: "nearest", inline: "nearest" });
+  choose(...cellAfter(row, step), false);
+  cellOf(state.row, state.step).scrollIntoView({ block: "nearest", inline: "nearest" });
 });
 
 $("edits").addEventListener("click", ({ target }) => EDITS[target.value]?.());

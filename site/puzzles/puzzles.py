@@ -40,9 +40,9 @@ PUZZLES = [
     puzzle(
         "accumulate",
         "Two microbatches",
-        "A step now uses two microbatches, whose gradients add up. There is no room for the"
-        " activations of both: finish one before you begin the other. Load the second one in time, so"
-        " that no step is lost.",
+        "A step now uses two microbatches, whose gradients add up. There is no room for all"
+        " activations of both: run the backward of one before the forward of the other. Load the second"
+        " one in time, so that no step is lost.",
         everywhere(1, 2, "full"),
         microbatches="ab",
         budget=(11, 12),

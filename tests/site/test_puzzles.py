@@ -138,6 +138,23 @@ def test_a_solved_puzzle_leads_to_the_next_and_start_again_to_step_1(browser: Br
     browser.resize(1280, 800)
 
 
+def test_another_puzzle_or_a_smaller_table_has_a_chosen_cell(browser: Browser, page: Path):
+    chosen = (
+        "[...document.querySelectorAll('#grid .chosen')].map(({ dataset: { row, step } }) => [row, step])"
+    )
+    browser.open(page, "puzzle=recompute&table=. . . . . . . . . . . . . . . . . . . . . U0")
+    browser.js("choose(1, 21)")
+    browser.click('#edits [value="restart"]')
+    assert browser.js(chosen) == [["1", "0"]]
+    browser.js("choose(1, 17)")
+    browser.click('#puzzle [value="one_step"]')
+    assert browser.js(chosen) == [["1", "0"]]
+    browser.click('#edits [value="restart"]')
+    browser.click('#possible [value="La"]')
+    assert browser.js(chosen) == [["0", "1"]], "there the forward can run"
+    assert browser.errors == []
+
+
 def test_the_jobs_of_a_row_are_those_that_can_help(browser: Browser, page: Path):
     browser.open(page)
     for name, puzzle in PUZZLE.items():
