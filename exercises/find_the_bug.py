@@ -4,8 +4,8 @@
       bugs/bug_naive_787.py      def finish_gradient_sync(self)   the lesson's function with the mistake
 
 The exercise has a name that gives nothing away, and keeps it when mutants are added. It is graded by the test
-that kills the mutant and by those that kill other mutants of the same function, so that one mistake cannot be
-exchanged for another.
+that kills the mutant, by those that kill other mutants of the same function, and by those of exercises on the
+same function or class, so that one mistake cannot be exchanged for another.
 """
 
 import ast
@@ -75,7 +75,25 @@ def bugs() -> tuple[Bug, ...]:
     for mutant in all_mutants().values():
         with suppress(LookupError, SyntaxError):
             made.append(_bug(mutant))
-    return tuple(sorted(made, key=lambda bug: (lesson_of(bug), bug.difficulty, bug.name)))
+    # A mistake in a function that is an exercise may be the one which the learner has just made there.
+    return tuple(sorted(made, key=lambda bug: (lesson_of(bug), bug.difficulty, is_written(bug), bug.name)))
+
+
+def is_written(bug: Bug) -> bool:
+    """Return whether an exercise asks for the function that has the mistake."""
+    return any(bug.target in exercise.targets for exercise in EXERCISES)
+
+
+def exercises_on(target: str) -> list[Exercise]:
+    """Return the exercises on a function, and after them those on others of its class."""
+    owner = target.rpartition(".")[0]
+    return [exercise for exercise in EXERCISES if target in exercise.targets] + [
+        exercise
+        for exercise in EXERCISES
+        if target not in exercise.targets
+        and owner != exercise.module
+        and any(other == owner or other.startswith(f"{owner}.") for other in exercise.targets)
+    ]
 
 
 def lesson_of(bug: Bug) -> int:
@@ -87,7 +105,7 @@ def lesson_of(bug: Bug) -> int:
 def _bug(mutant: Mutant) -> Bug:
     tests = [mutant.killer]
     tests += [other.killer for other in all_mutants().values() if other.target == mutant.target]
-    tests += [test for exercise in EXERCISES if exercise.target == mutant.target for test in exercise.tests]
+    tests += [test for exercise in exercises_on(mutant.target) for test in exercise.tests]
     draft = Bug(
         name="draft",
         title=f"The mistake in `{mutant.target.rpartition('.')[2]}`",
@@ -108,7 +126,7 @@ def _bug(mutant: Mutant) -> Bug:
         "difficulty": difficulty,
         "minutes": MINUTES[difficulty - 1],
         "hints": (
-            f"It should be so: {mutant.killer.rpartition('::test_')[2].replace('_', ' ')}.",
+            f'It should be so: "{mutant.killer.rpartition("::test_")[2].replace("_", " ")}".',
             f"What happens: {mutant.sentence}",
             _where(wrong, right),
         ),
@@ -198,6 +216,7 @@ def _changes(wrong: ast.FunctionDef, right: ast.FunctionDef) -> list[str]:
 
 
 def _lines(function: ast.FunctionDef) -> list[str]:
-    """Return the lines of a function's body, without its docstring."""
+    """Return the lines of a function's body, without its docstring, and with a method's plain `super()`."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return [line for node in body for line in ast.unparse(node).splitlines()]
+    lines = [line for node in body for line in ast.unparse(node).splitlines()]
+    return [re.sub(r"super\(\w+, self\)", "super()", line) for line in lines]

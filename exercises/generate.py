@@ -22,6 +22,7 @@ from exercises.lesson_source import (
 )
 
 FOLDER = Path(__file__).resolve().parent
+SPAN = "span(name, kind)\n    Optional: `with span(...)` marks the block in the pictures of a trace."
 
 
 def generated(exercise: Exercise) -> str:
@@ -30,13 +31,12 @@ def generated(exercise: Exercise) -> str:
         return exercise.own_file()
     if exercise.stub:
         stub = textwrap.dedent(exercise.stub).strip()
-        return f'"""{_introduction(exercise, imported(stub))}"""\n\n{stub}\n'
+        return f'"""{_introduction(exercise, imported(stub), [])}"""\n\n{stub}\n'
     functions = [definition(exercise, target) for target in exercise.targets]
     parts = [part for f in functions for part in (f.args, f.returns, *f.body) if part is not None]
     needed = imports(exercise, parts, own=map(name_of, exercise.targets))
-    head = f'"""{_introduction(exercise, helpers(exercise, functions))}"""' + (
-        f"\n\n{needed}" if needed else ""
-    )
+    introduction = _introduction(exercise, helpers(exercise, functions), [SPAN] * ("import span" in needed))
+    head = f'"""{introduction}"""' + (f"\n\n{needed}" if needed else "")
     return "\n\n\n".join([head, *(_stub(exercise, target) for target in exercise.targets)]) + "\n"
 
 
@@ -54,7 +54,7 @@ def missing(exercise: Exercise, target: str | None = None) -> str:
     return f"`{name}` is not written yet."
 
 
-def _introduction(exercise: Exercise, found: list[Helper]) -> str:
+def _introduction(exercise: Exercise, found: list[Helper], optional: list[str]) -> str:
     *names, last = [f"`{exercise.qualified(target)}`" for target in exercise.targets]
     what = f"{', '.join(names)} and {last}" if names else last
     lesson = exercise.lesson.relative_to(FOLDER.parent)
@@ -67,7 +67,7 @@ def _introduction(exercise: Exercise, found: list[Helper]) -> str:
     if exercise.stub:
         text = "This is an open exercise: the checker looks only at what your code does, and not at how."
         parts.append(_wrapped(text))
-    if used := [*(helper.shown for helper in found), *exercise.helps]:
+    if used := [*(helper.shown for helper in found), *exercise.helps, *optional]:
         parts.append("You may use:\n\n" + textwrap.indent("\n".join(used), "    "))
     parts.append(f"Check it with `python -m exercises check {exercise.name}`.\n")
     return "\n\n".join(parts)

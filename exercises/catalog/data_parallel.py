@@ -138,7 +138,10 @@ EXERCISES = (
         title="Gradient accumulation",
         notebook="04_naive_data_parallel",
         target="data_parallel.train_naive_grad_accumulation.accumulate",
-        tests=("tests/data_parallel/test_narrated.py::test_accumulation_equals_one_process",),
+        tests=(
+            NARRATED + "test_microbatches_count_by_their_numbers_of_valid_targets",
+            NARRATED + "test_accumulation_equals_one_process",
+        ),
         difficulty=1,
         minutes=10,
         beyond="activations of accumulation",
@@ -185,7 +188,7 @@ EXERCISES = (
         },
         helps=(
             "self.group: Group, self.pattern: str | None",
-            "self.in_flight: list[Work]\n    The all-reduces that have been launched.",
+            "self.in_flight: list[Work]\n    The all-reduces that have been launched; each one has wait().",
             "self._to_launch: deque[nn.Parameter]\n    "
             "Those that are left, in the order that all ranks share.",
             "self._expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
@@ -321,6 +324,7 @@ EXERCISES = (
             BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
             BEHAVIOUR + "test_a_message_carries_a_bucket_and_no_sync_sends_nothing",
             BEHAVIOUR + "test_buckets_are_sent_while_the_backward_computes",
+            BEHAVIOUR + "test_buckets_are_right_where_a_rank_computes_gradients_in_another_order",
             BEHAVIOUR + "test_buckets_are_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
         ),
         difficulty=4,

@@ -94,6 +94,7 @@ EXERCISES = (
             BEHAVIOUR + "test_zero_1_trains_as_one_process",
             BEHAVIOUR + "test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce",
             BEHAVIOUR + "test_zero_1_trains_odd_models_with_microbatches_on_three_ranks",
+            BEHAVIOUR + "test_zero_1_is_right_where_a_rank_computes_gradients_in_another_order",
         ),
         difficulty=4,
         minutes=75,

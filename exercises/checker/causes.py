@@ -268,6 +268,10 @@ TABLE: tuple[Row, ...] = (
         "There is a value of {0} where none should be: is one of an earlier step kept and not cleared?",
     ),
     (
+        lambda e: e.first and "gradient" in e.first.what and kind("none for zeros")(e),
+        "No rank used {0}: its gradient must be zeros, and is None.",
+    ),
+    (
         kind("missing"),
         "There is no value of {0}: is it not computed, or lost before it is written?",
     ),
@@ -355,7 +359,7 @@ TABLE: tuple[Row, ...] = (
     (
         of_microbatches,
         "Gradients of several microbatches must add up: is only the last one used, or is an earlier one "
-        "cleared, overwritten or counted again?",
+        "cleared, overwritten or counted again? Or does each count alike, whatever its valid targets?",
     ),
     (
         later_step,

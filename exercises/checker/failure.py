@@ -26,7 +26,7 @@ LIMITS = {
 PARTS = {"len": "the number of ", "max": "the largest of ", "min": "the smallest of ", "sum": "the sum of "}
 _TRAFFIC = re.compile(r"Traffic\(bytes_sent=(\d+), messages_sent=(\d+)\)")
 MAX_SHOWN = 120  # characters of a value
-CLEAREST = ("factor", "zeros for none", "extra", "missing", "zero", "overflow", "shape")
+CLEAREST = ("factor", "zeros for none", "none for zeros", "extra", "missing", "zero", "overflow", "shape")
 
 
 def failure_of(error: BaseException, test: str = "", table: str | None = None) -> dict[str, Any]:

@@ -119,10 +119,16 @@ def _with_none(got: Any, expected: Any) -> Relation | None:
     if got is expected:
         return None
     if got is None:
+        if _is_zero(expected):
+            return Relation("none for zeros", "it is None, and must be zeros")
         return Relation("missing", "it is None, and a tensor is expected")
-    is_zero = (tensor := _as_tensor(got)) is not None and not tensor.any()
-    what = "there are zeros" if is_zero else "there is a tensor"
-    return Relation("zeros for none" if is_zero else "extra", f"{what}, and None is expected")
+    if _is_zero(got):
+        return Relation("zeros for none", "there are zeros, and None is expected")
+    return Relation("extra", "there is a tensor, and None is expected")
+
+
+def _is_zero(value: Any) -> bool:
+    return (tensor := _as_tensor(value)) is not None and not tensor.any()
 
 
 def _by_element(g: Tensor, e: Tensor, scale: float) -> Relation:

@@ -13,6 +13,7 @@ from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 from lab.trace.metronome import Metronome
 from tests.data_parallel.equivalence import (
+    EitherWay,
     Odd,
     Wrap,
     compare_with_one_process,
@@ -88,6 +89,18 @@ def test_buckets_have_the_gradients_of_one_process():
 
 def test_buckets_are_right_for_tied_frozen_and_unused_layers_and_for_microbatches():
     run_ranks(of_odd_models, 3, buckets)
+
+
+def test_buckets_are_right_where_a_rank_computes_gradients_in_another_order():
+    def work(cluster: Cluster) -> None:
+        def make(seed: int) -> nn.Module:
+            return EitherWay(seed, backwards=cluster.rank == 1)
+
+        one_each = lambda module: buckets(module, 1e-6)  # noqa: E731
+        x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
+        compare_with_one_process(cluster, one_each, make, lambda m, x, _: mean_square(m, x), (x, x), (1,))
+
+    run_ranks(work, 2, timeout=20)
 
 
 def test_a_message_carries_a_bucket_and_no_sync_sends_nothing():

@@ -97,7 +97,9 @@ def test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros():
                 model.finish_gradient_sync()
                 expected = {"first": 3.0, "middle": middle, "last": 7.5}
                 expected = {key: torch.tensor([value]) for key, value in expected.items()}
-                assert_same(gradients(model.module), expected, what=f"gradient of {name}, used by {users},")
+                assert_same(
+                    gradients(model.module), expected, what=f"{name}: used by {users}, the gradient of"
+                )
 
     run_ranks(work, 2, timeout=20)
 

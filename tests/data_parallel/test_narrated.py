@@ -10,6 +10,7 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from data_parallel.train_overlap import OverlapDataParallel
+from lab.check import assert_same, gradients
 from lab.cluster import Cluster
 from lab.models.text import microbatches
 from lab.ranks import run_ranks
@@ -89,6 +90,24 @@ def test_accumulation_equals_one_process():
         assert_equal_gradients(module, alone)
 
     run_ranks(work, 2)
+
+
+def test_microbatches_count_by_their_numbers_of_valid_targets():
+    # Of three microbatches the first has 1 valid target, the second 2 and the third 3; -100 is not valid.
+    torch.manual_seed(0)
+    model, alone = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    alone.load_state_dict(model.state_dict())
+    x, y = torch.randn(9, 4).double(), torch.tensor([0, -100, -100, 1, 2, -100, 2, 0, 1])
+
+    # The mean is that over the 6 valid targets, or over as many as the caller says, such as 4.
+    for given in (None, 4):
+        loss = accumulate(model, microbatches(x, y, 3), given)
+        expected = nn.functional.cross_entropy(alone(x), y, reduction="sum") / (given or 6)
+        expected.backward()
+        assert_same(gradients(model), gradients(alone), what=f"gradient with num_targets = {given},")
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
+        model.zero_grad()
+        alone.zero_grad()
 
 
 def test_overlap_equals_one_process():

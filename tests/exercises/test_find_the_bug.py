@@ -67,7 +67,7 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(name
 
 def test_hints_lead_from_what_should_be_so_to_the_line(summed):
     assert summed.hints == (
-        "It should be so: a gradient is the mean over ranks and not their sum.",
+        'It should be so: "a gradient is the mean over ranks and not their sum".',
         f"What happens: {summed.mistake}",
         "Look at this line, and at what follows from it: "
         "`all_reduce(parameter.grad, op='sum', group=self.group, pattern=self.pattern)`",

@@ -1,5 +1,6 @@
 """Grade ZeRO 1, 2 and 3 by what they do: the trained parameters, what a rank holds, and what it sends."""
 
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
@@ -10,7 +11,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
-from tests.data_parallel.equivalence import Odd, accumulate, examples, layers, mine, odd_loss
+from tests.data_parallel.equivalence import EitherWay, Odd, accumulate, examples, layers, mine, odd_loss
 from zero.memory import Held, formula
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -45,17 +46,19 @@ class Zero3:
         return self.model.full_state_dict()
 
 
-def compare(cluster: Cluster, kind: type, is_odd: bool) -> None:
+def compare(
+    cluster: Cluster,
+    kind: type,
+    make: Callable[[int], nn.Module],
+    batch: tuple[Tensor, Tensor],
+    counts: tuple[int, ...] = (1, 1, 1),
+) -> None:
     """Compare the parameters after each of three steps with those of one process."""
-    make, batch = (Odd, examples(cluster.world_size)) if is_odd else (layers, (torch.ones(6, 3), None))
-    if not is_odd:
-        x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double()
-        batch = (x, torch.arange(6) % 3)
     alone, module = make(0), make(cluster.rank)
     for buffer in module.buffers():
         buffer.fill_(1.0)  # as rank 0's is
     ours, theirs = kind(module), ADAM(alone.parameters(), **OPTIONS)
-    for step, microbatches in enumerate((1, 2, 1) if is_odd else (1, 1, 1)):
+    for step, microbatches in enumerate(counts):
         for optimizer in (theirs, ours.optimizer):
             optimizer.zero_grad()
         odd_loss(alone, *batch).backward()
@@ -67,6 +70,24 @@ def compare(cluster: Cluster, kind: type, is_odd: bool) -> None:
             optimizer.step()
         got, expected = ours.state(), parameters(alone)
         assert_same({name: got.get(name) for name in expected}, expected, 1e-8, f"parameter, step {step},")
+
+
+def of_layers(cluster: Cluster, kind: type) -> None:
+    compare(cluster, kind, layers, batch_of_width(3))
+
+
+def of_odd_models(cluster: Cluster, kind: type) -> None:
+    compare(cluster, kind, Odd, examples(cluster.world_size), (1, 2, 1))
+
+
+def of_another_order(cluster: Cluster, kind: type) -> None:
+    """Train layers of 512 KiB, so that a bucket has no more than two, with a different backward on rank 1."""
+    compare(cluster, kind, lambda seed: EitherWay(seed, cluster.rank == 1, 256), batch_of_width(256))
+
+
+def batch_of_width(width: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).double()
+    return x, torch.arange(6) % 3
 
 
 def costs(cluster: Cluster, kind: type, stage: int, most_sent: float) -> None:
@@ -94,11 +115,15 @@ def costs(cluster: Cluster, kind: type, stage: int, most_sent: float) -> None:
 
 
 def test_zero_1_trains_as_one_process():
-    run_ranks(compare, 2, Zero1, False)
+    run_ranks(of_layers, 2, Zero1)
 
 
 def test_zero_1_trains_odd_models_with_microbatches_on_three_ranks():
-    run_ranks(compare, 3, Zero1, True)
+    run_ranks(of_odd_models, 3, Zero1)
+
+
+def test_zero_1_is_right_where_a_rank_computes_gradients_in_another_order():
+    run_ranks(of_another_order, 2, Zero1)
 
 
 def test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce():
@@ -106,11 +131,11 @@ def test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_redu
 
 
 def test_zero_2_trains_as_one_process():
-    run_ranks(compare, 2, Zero2, False)
+    run_ranks(of_layers, 2, Zero2)
 
 
 def test_zero_2_trains_odd_models_with_microbatches_on_three_ranks():
-    run_ranks(compare, 3, Zero2, True)
+    run_ranks(of_odd_models, 3, Zero2)
 
 
 def test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce():
@@ -118,11 +143,11 @@ def test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_a
 
 
 def test_zero_3_trains_as_one_process():
-    run_ranks(compare, 2, Zero3, False)
+    run_ranks(of_layers, 2, Zero3)
 
 
 def test_zero_3_trains_odd_models_with_microbatches_on_three_ranks():
-    run_ranks(compare, 3, Zero3, True)
+    run_ranks(of_odd_models, 3, Zero3)
 
 
 def test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters():
