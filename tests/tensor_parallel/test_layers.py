@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,6 +103,32 @@ def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
             assert_same(actual, {"y": y.detach(), "weight": plain.weight.grad})
 
     run_ranks(compare, n)
+
+
+def test_layers_communicate_within_the_given_group_only():
+    def compare(cluster: Cluster) -> None:
+        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][cluster.rank % 2]
+        tokens = torch.arange(12).view(2, 6) + cluster.rank % 2  # each group has its own
+        for by_tokens in (False, True):
+            options = {"group": group, "sequence_parallel": by_tokens}
+            plain, cut = (
+                [plain_embedding(), plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)] for _ in "12"
+            )
+            kinds = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
+            ours = [kind(layer, **options) for kind, layer in zip(kinds, cut, strict=True)]
+            found = []
+            for embedding, column, row in (plain, ours):
+                h = embedding(tokens)
+                h.retain_grad()
+                y = row(F.gelu(column(h)))
+                y.square().sum().backward()
+                found.append({"output": y.detach(), "gradient": h.grad})
+            expected, actual = found
+            if by_tokens:
+                expected = {name: own_shard(full, 1, group) for name, full in expected.items()}
+            assert_same(actual, expected, what="value within a group:")
+
+    run_ranks(compare, 4)
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
