@@ -1,6 +1,7 @@
 """Do the exercises: `python -m exercises` shows the next one, and `python -m exercises check` grades it."""
 
 import argparse
+import difflib
 import json
 import sys
 import textwrap
@@ -13,14 +14,14 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from exercises.catalog import EXERCISES, Exercise, name_of
+from exercises.catalog import EXERCISES, ROOT, Exercise, name_of
 from exercises.checker.explain import Explanation
 from exercises.checker.explain import name_of as words_of
-from exercises.checker.grade import PASSED, Grade, grade, report
+from exercises.checker.grade import PASSED, UNSOLVED, Grade, grade, report
 from exercises.checker.inspect_file import problem_of, shown
 from exercises.checker.process import warm_up
 from exercises.find_the_bug import ORDER, Bug, bugs, lesson_of
-from exercises.names import exercise_named, typed
+from exercises.names import all_exercises, exercise_named, typed
 from exercises.workspace import Progress, Workspace
 
 POLL_SECONDS = 0.3
@@ -103,6 +104,8 @@ def check(space: Workspace, options: argparse.Namespace) -> int:
         grades.append(grade(exercise, file) if options.json else grade_aloud(exercise, file))
         if not handed_in:
             space.record(grades[-1])
+            if not options.json and not options.all:
+                tell_next(space, exercise, grades[-1])
     if options.json:
         print(json.dumps(report(grades)))
     return max(g.exit_code for g in grades)
@@ -122,7 +125,8 @@ def grade_aloud(exercise: Exercise, file: Path) -> Grade:
         if found and not any(tested[:-1]):
             explain(found.sentence, found.drawing)
         elif found:
-            explain("", found.reason)
+            told = found.reason in [one.reason for one in tested[:-1] if one]
+            explain("", "for the same reason" if told else found.reason)
 
     result = grade(exercise, file, tell)
     colour = "green" if result.state == PASSED else "red"
@@ -134,6 +138,27 @@ def grade_aloud(exercise: Exercise, file: Path) -> Grade:
     if result.printed:
         explain("Your code printed:", cut(result.printed))
     return result
+
+
+def tell_next(space: Workspace, exercise: Exercise, result: Grade, goes_on: bool = False) -> None:
+    """Say where to write or, after a pass, what may be opened and, unless `watch` goes on, what is next."""
+    if result.state == UNSOLVED and not isinstance(exercise, Bug):
+        console.print(
+            f"First read notebooks/{exercise.notebook}.ipynb. Write in {shown(space.file(exercise))}."
+        )
+    if result.state != PASSED:
+        return
+    lesson = exercise.lesson.relative_to(ROOT)
+    left = [one.name for one in EXERCISES if one.module == exercise.module]
+    left = [name for name in left if not space.progress[name].has_passed]
+    opens = f"Open {lesson} after {', '.join(left)}." if left else f"You may open {lesson} now."
+    console.print(f"`{typed(f'solution {exercise.name}')}` shows the lesson's code. {opens}")
+    following = space.next_bug() if isinstance(exercise, Bug) else space.next_exercise()
+    if following is None or space.progress[following.name].has_passed:
+        console.print("[green]It was the last one: all have passed.[/]")
+    elif not goes_on:
+        command = "bug" if isinstance(following, Bug) else "watch"
+        console.print(f"Next: {typed(f'{command} {following.name}')}")
 
 
 def explain(sentence: str, drawing: str) -> None:
@@ -240,6 +265,7 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
             result = grade_aloud(exercise, file)
             space.record(result)
             if result.state == PASSED:
+                tell_next(space, exercise, result, goes_on=not options.name)
                 exercise = None if options.name else space.next_exercise()
                 if exercise is not None:
                     console.print("\nThe next exercise:")
@@ -248,7 +274,6 @@ def grade_each_save(space: Workspace, options: argparse.Namespace) -> int:
                 continue
             console.print("Waiting for the next save; Ctrl-C ends.")
         time.sleep(POLL_SECONDS)
-    console.print("[green]There is nothing left to watch.[/]")
     return 0
 
 
@@ -305,6 +330,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None, space: Workspace | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] not in COMMANDS and not arguments[0].startswith("-"):
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        near += [f"watch {name}" for name in all_exercises() if name == arguments[0]]
+        meant = f": did you mean {near[0]}?" if near else "."
+        print(
+            f"There is no command {arguments[0]!r}{meant} There are {', '.join(COMMANDS)}.", file=sys.stderr
+        )
+        return 2
     options = parser().parse_args(arguments)
     command = COMMANDS[options.command][0] if options.command else show
     try:

@@ -28,10 +28,23 @@ from exercises.mutants import Mutant, all_mutants
 MAX_TESTS = 4
 MOST_LINES = (4, 9, 15, 22)  # to read and to write, for the difficulties 1 to 4
 MINUTES = (10, 15, 20, 25, 30)
-ORDER = (  # the beginnings of targets
-    *("comm", "data_parallel", "zero", "comm.functions", "tensor_parallel", "pipeline_parallel"),
-    *("context_parallel", "expert_parallel", "hybrid_parallel", "training", "lab"),
+_SHARDS = (
+    "Write down which tensors the ranks have in full and which as shards, first forward and then backward."
 )
+_FIRST = {  # what to look at first, by the beginnings of targets in the order of the lessons
+    "comm": "With 3 ranks, write down who sends what to whom in each step. Compare it with the docstring.",
+    "data_parallel": "With 2 ranks and one weight, print its gradient before and after each message.",
+    "zero": "With 2 ranks and 3 numbers, write down which rank owns which, and when each is sent and freed.",
+    "comm.functions": _SHARDS,
+    "tensor_parallel": _SHARDS,
+    "pipeline_parallel": "Draw the rows of 2 ranks with 3 microbatches, and follow one there and back.",
+    "context_parallel": "With 2 ranks and 4 tokens, write down which query meets which keys, and where.",
+    "expert_parallel": "With 2 ranks and 2 experts, follow a token there and back, and then its gradient.",
+    "hybrid_parallel": "Take small numbers, compute the result on paper, and compare it with the function's.",
+    "training": "Follow what two ranks do next if what the function reads is not the same on both.",
+    "lab": "Take the smallest input that shows the symptom, and print what the function has after each line.",
+}
+ORDER = tuple(_FIRST)
 TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
@@ -126,7 +139,8 @@ def _bug(mutant: Mutant) -> Bug:
         "difficulty": difficulty,
         "minutes": MINUTES[difficulty - 1],
         "hints": (
-            f'It should be so: "{mutant.killer.rpartition("::test_")[2].replace("_", " ")}".',
+            f"{_FIRST[ORDER[lesson_of(draft)]]} The test that notices it: "
+            f'"{mutant.killer.rpartition("::test_")[2].replace("_", " ")}".',
             f"What happens: {mutant.sentence}",
             _where(wrong, right),
         ),
@@ -138,12 +152,26 @@ def _where(wrong: ast.FunctionDef, right: ast.FunctionDef) -> str:
     """Return the third hint: the first line that differs, or after which something is missing."""
     before, after = _lines(right), _lines(wrong)
     for kind, _, _, start, _ in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if len(before) == len(after) == 1:
+            return _where_in_line(after[0], before[0])
         if kind in ("replace", "insert"):
             return f"Look at this line, and at what follows from it: `{after[start].strip()}`"
         if kind == "delete":
             where, line = ("before", after[0]) if start == 0 else ("after", after[start - 1])
             return f"Something is missing {where} this line: `{line.strip()}`"
     return "The lines are the lesson's. What stands around the function, such as a decorator, is missing."
+
+
+def _where_in_line(wrong: str, right: str) -> str:
+    """Return the third hint for the only line of a function: the part that differs."""
+    before, after = (re.findall(r"\w+|\s+|.", line) for line in (right, wrong))
+    changed = [
+        code for code in difflib.SequenceMatcher(None, before, after).get_opcodes() if code[0] != "equal"
+    ]
+    begin, end = changed[0][3], changed[-1][4]
+    if part := "".join(after[begin:end]).strip():
+        return f"Look at this part of the line: `{part}`"
+    return f"Something is missing in the line, after `{''.join(after[:begin]).strip()}`"
 
 
 def implementation(mutant: Mutant) -> Callable[..., Any]:

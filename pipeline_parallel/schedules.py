@@ -256,7 +256,7 @@ def _rounds(ranks: int, microbatches: int) -> list[int]:
 
 
 def _check(**numbers: int) -> None:
-    """Raise ValueError for a number below 1, such as _check(stages=0)."""
+    """Raise ValueError for a number below 1, such as _check(stages=0). Each schedule begins with it."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"A pipeline's number of {name} must be at least 1, not {number}.")

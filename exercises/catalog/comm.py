@@ -174,6 +174,7 @@ EXERCISES = (
             BEHAVIOUR + "test_two_ranks_have_the_sum_of_both",
             BEHAVIOUR + "test_all_ranks_have_the_reduction_of_all",
             BEHAVIOUR + "test_no_rank_sends_more_than_in_a_ring",
+            BEHAVIOUR + "test_a_tensor_without_elements_is_neither_sent_nor_received",
         ),
         difficulty=3,
         minutes=45,
@@ -188,7 +189,8 @@ EXERCISES = (
 
                 `op` is "sum", "mean", "max", "min" or "product". There may be any number of ranks, and fewer
                 elements than ranks. With n ranks and S bytes no rank sends more than 2(n-1) messages and,
-                where n divides the elements, 2(n-1)/n S bytes. Do not send a tensor without elements.
+                where n divides the elements, 2(n-1)/n S bytes. A tensor without elements is
+                neither sent nor received.
                 """
                 raise NotImplementedError
         ''',

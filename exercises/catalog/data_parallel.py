@@ -91,6 +91,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_naive_has_the_gradients_of_one_process",
             BEHAVIOUR + "test_naive_reduces_each_parameter_once",
+            BEHAVIOUR + "test_naive_averages_over_the_ranks_of_its_group_only",
             BEHAVIOUR + "test_naive_is_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
         ),
         difficulty=2,
@@ -105,7 +106,8 @@ EXERCISES = (
             class NaiveDataParallel(nn.Module):
                 """Wraps a module, so that ranks with different examples train it as one process would.
 
-                All ranks begin with rank 0's parameters and buffers. Calling the wrapper calls `self.module`.
+                All ranks of `group` begin with the parameters and buffers of its first rank. Calling the
+                wrapper calls `self.module`.
                 After the last backward of a step the user calls `finish_gradient_sync()`: then each
                 parameter's gradient is the mean over the ranks of `group`. A parameter that this rank has not
                 used counts as zero; frozen ones have no gradient. Backwards before the last one run inside
@@ -323,6 +325,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
             BEHAVIOUR + "test_a_message_carries_a_bucket_and_no_sync_sends_nothing",
+            BEHAVIOUR + "test_buckets_average_over_the_ranks_of_their_group_only",
             BEHAVIOUR + "test_buckets_are_sent_while_the_backward_computes",
             BEHAVIOUR + "test_buckets_are_right_where_a_rank_computes_gradients_in_another_order",
             BEHAVIOUR + "test_buckets_are_right_for_tied_frozen_and_unused_layers_and_for_microbatches",

@@ -9,7 +9,7 @@ NARRATED = "tests/pipeline_parallel/test_narrated.py::"
 SPLIT = "tests/pipeline_parallel/test_stage.py::"
 ROW = (
     'row.add(kinds, stage)\n    Add an action of each kind, such as "FB", for its next microbatch.',
-    "row.actions: list[Action]",
+    "row.actions: list[Action]\n    A table is a list of these lists, one for each rank.",
 )
 MESSAGES = "tests/pipeline_parallel/test_messages.py::"
 DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
@@ -141,19 +141,16 @@ EXERCISES = (
             The picture is one_f_one_b(3, 4). A backward such as B0--- takes twice as long as a forward. A
             point is idle time, which is not in the table. With p = `stages`, rank r has stage r.
 
-            Rank r begins with a warmup of p-1-r forwards, one for each rank after it. If there are fewer
-            microbatches than that, the warmup is all of them. The next forward already belongs to the steady
-            state, in which a backward follows each forward. So p-r forwards stand before the first backward,
-            and a rank holds at most p-r microbatches, however many there are. The backwards that are left are
-            the cooldown. Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1 and the cooldown B2
-            B3.
+            Rank 0 above has the warmup F0 F1, the steady state F2 B0 F3 B1, in which a backward follows each
+            forward, and the cooldown B2 B3. Rank r holds at most p-r microbatches, however many there are.
+            There may also be fewer of them than stages. Raise ValueError if an argument is below 1.
         """,
         helps=ROW,
         hints=(
             "A row has three phases: forwards only; a forward and a backward in turn; backwards only. How "
             "many forwards does the last rank need before its first backward?",
-            "Rank r begins with p-1-r forwards, and ends with as many backwards. In between, each forward is "
-            "followed by a backward: row.add('FB', stage).",
+            "Rank r begins with p-1-r forwards, one for each rank after it, and ends with as many backwards. "
+            "The next forward already belongs to the steady state: row.add('FB', stage).",
             "There may be fewer microbatches than p-1-r, so the warmup is the smaller of the two numbers. "
             "The steady state has the microbatches that are left.",
         ),
@@ -183,7 +180,8 @@ EXERCISES = (
             Microbatches go in rounds, whose sizes `_rounds` returns: the microbatches of a round go through
             all stages of a rank, and then those of the next round. Backwards take a round's stages in the
             opposite order. A rank begins with forwards: (chunks-1) times the size of the first round and 2
-            (p-1-rank) more, or all there are. From then on a backward follows each forward.
+            (p-1-rank) more, or all there are. From then on a backward follows each forward. Raise ValueError
+            if an argument is below 1.
         """,
         helps=ROW,
         hints=(

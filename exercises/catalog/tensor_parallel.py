@@ -131,6 +131,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_two_ranks_compute_what_two_plain_layers_do",
             BEHAVIOUR + "test_any_number_of_ranks_computes_what_two_plain_layers_do",
+            BEHAVIOUR + "test_layers_are_divided_among_the_ranks_of_their_group_only",
             BEHAVIOUR + "test_forward_and_backward_send_one_all_reduce_each",
         ),
         difficulty=3,

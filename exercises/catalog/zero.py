@@ -93,6 +93,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_zero_1_trains_as_one_process",
             BEHAVIOUR + "test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce",
+            BEHAVIOUR + "test_zero_1_divides_among_the_ranks_of_its_group_only",
             BEHAVIOUR + "test_zero_1_trains_odd_models_with_microbatches_on_three_ranks",
             BEHAVIOUR + "test_zero_1_is_right_where_a_rank_computes_gradients_in_another_order",
         ),
@@ -108,14 +109,14 @@ EXERCISES = (
             class ZeroOptimizer:
                 """Trains parameters with an `optimizer_class`, of whose state each rank has an n-th.
 
-                `defaults` are the optimizer's options. All ranks begin with rank 0's parameters. A step is
-                zero_grad(); backwards, all but the last inside `with optimizer.no_sync()`;
-                finish_gradient_sync(); step(). Afterwards the parameters are what one process would have,
-                with the mean of the ranks' gradients; an unused parameter counts as one with zeros, and
-                frozen ones do not change. Between steps a rank has the parameters, memory for the gradients,
-                and the optimizer's state of its n-th, and in a step it sends (n-1)/n of the gradients' bytes
-                and (n-1)/n of the parameters'. You may assume that `optimizer_class` works element by
-                element. The user divides the losses of microbatches.
+                `defaults` are the optimizer's options. All ranks of `group` begin with its first rank's
+                parameters. A step is zero_grad(); backwards, all but the last inside
+                `with optimizer.no_sync()`; finish_gradient_sync(); step(). Afterwards the parameters are what
+                one process would have, with the mean of the ranks' gradients; an unused parameter counts as
+                one with zeros, and frozen ones do not change. Between steps a rank has the parameters, memory
+                for the gradients, and the optimizer's state of its n-th, and in a step it sends (n-1)/n of
+                the gradients' bytes and (n-1)/n of the parameters'. You may assume that `optimizer_class`
+                works element by element. The user divides the losses of microbatches.
                 """
 
                 def __init__(self, params, optimizer_class, group=None, **defaults):
@@ -152,6 +153,7 @@ EXERCISES = (
             BEHAVIOUR + "test_zero_2_trains_as_one_process",
             BEHAVIOUR
             + "test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce",
+            BEHAVIOUR + "test_zero_2_divides_among_the_ranks_of_its_group_only",
             BEHAVIOUR + "test_zero_2_trains_odd_models_with_microbatches_on_three_ranks",
         ),
         difficulty=3,
@@ -192,6 +194,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_zero_3_trains_as_one_process",
             BEHAVIOUR + "test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters",
+            BEHAVIOUR + "test_zero_3_divides_among_the_ranks_of_its_group_only",
             BEHAVIOUR + "test_zero_3_trains_odd_models_with_microbatches_on_three_ranks",
         ),
         difficulty=5,
@@ -207,14 +210,14 @@ EXERCISES = (
             class FullyShardedDataParallel(nn.Module):
                 """Wraps a module of which each rank keeps an n-th: parameters, gradients, optimizer's state.
 
-                All ranks begin with rank 0's parameters and buffers. `parameters()` are this rank's shards of
-                those that are trained: an ordinary optimizer gets them. Calling the wrapper calls the module
-                with full parameters. After the last backward of a step the user calls
-                `finish_gradient_sync()`: then each shard's gradient is the mean over ranks, with zeros for
-                what was not used. Backwards before the last one run inside `with model.no_sync()`.
-                `full_state_dict()`, which all ranks call, returns the module's full state by its own names.
-                Between steps a rank holds an n-th of everything, and in a step it sends at most (n-1)/n of
-                three times the parameters' bytes.
+                All ranks of `group` begin with its first rank's parameters and buffers. `parameters()` are
+                this rank's shards of those that are trained: an ordinary optimizer gets them. Calling the
+                wrapper calls the module with full parameters. After the last backward of a step the user
+                calls `finish_gradient_sync()`: then each shard's gradient is the mean over the ranks of
+                `group`, with zeros for what was not used. Backwards before the last one run inside
+                `with model.no_sync()`. `full_state_dict()`, which all ranks call, returns the module's full
+                state by its own names. Between steps a rank holds an n-th of everything, and in a step it
+                sends at most (n-1)/n of three times the parameters' bytes.
                 """
 
                 def __init__(self, module, group=None):

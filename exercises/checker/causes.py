@@ -245,8 +245,8 @@ TABLE: tuple[Row, ...] = (
     ),
     (
         lambda e: (found := _NO_ERROR.search(e.text)) and found[1],
-        "A wrong use continues without an error: the check that must refuse it with {0} is missing, or does"
-        " not run on every rank.",
+        "A wrong use continues: the check that must refuse it with {0} is missing, or does not run on every "
+        "rank.",
     ),
     (
         lambda e: "The ranks do not fit together" in e.text,
@@ -265,7 +265,8 @@ TABLE: tuple[Row, ...] = (
     ),
     (
         kind("extra", "zeros for none"),
-        "There is a value of {0} where none should be: is one of an earlier step kept and not cleared?",
+        "There is a value of {0} where none should be: is one of an earlier step kept, or is one made for a "
+        "frozen parameter?",
     ),
     (
         lambda e: e.first and "gradient" in e.first.what and kind("none for zeros")(e),

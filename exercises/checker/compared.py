@@ -5,13 +5,14 @@ a == b` both sides are computed once more, but only where that calls nothing tha
 """
 
 import ast
+import copy
 import functools
 import linecache
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +44,8 @@ class Compared:
 
 def compared_in(error: BaseException) -> Compared | None:
     """Return what the failed assertion has compared, or None where that cannot be found."""
+    if str(error).startswith("DID NOT RAISE"):
+        return _accepted(error)
     if not isinstance(error, AssertionError | TypeError):  # torch compares None with a TypeError
         return None
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
@@ -54,6 +57,33 @@ def compared_in(error: BaseException) -> Compared | None:
                 message = str(error).partition("\nassert ")[0]  # without what pytest writes after it
                 return replace(found, message=_short(" ".join(message.split())) if node.msg else "")
     return None
+
+
+def _accepted(error: BaseException) -> Compared | None:
+    """Return, as a message, the call that should have raised an error, with the arguments of this case."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for node in ast.walk(_tree(frame.f_code.co_filename)):
+            if isinstance(node, ast.With) and node.lineno <= line <= (node.end_lineno or 0):
+                raises = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
+                kinds = [ast.unparse(one.args[0]) for one in raises if _name(one.func) == "raises"]
+                if kinds:
+                    call = ast.unparse(_WithValues(frame).visit(copy.deepcopy(node.body[-1])))
+                    message = f"`{_short(call)}` must raise {kinds[0]}, and there was no error"
+                    return _compared("", {"": (None, None)}, operator="", is_plain=True, message=message)
+    return None
+
+
+class _WithValues(ast.NodeTransformer):
+    """Write numbers, texts and the names of functions in place of a frame's variables."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self.values = frame.f_locals
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = self.values.get(node.id)
+        if isinstance(value, int | float | str):
+            return ast.Constant(value)
+        return ast.Name(value.__name__) if isinstance(value, FunctionType) else node
 
 
 def _assertion(frame: FrameType, line: int) -> ast.Assert | None:

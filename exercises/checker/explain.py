@@ -81,7 +81,8 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
     where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
     error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
     if not (at or cause or failure["difference"]) and _is_of_code(failure["type"], text):
-        cause = " The error is outside of your function: look at what it returns or leaves out."
+        line = _outside(text if rank is not None else trace)
+        cause = f" The error is outside of your function{line}: look at what it returns or leaves out."
     reason = f"{where and where + ': '}{error}{'' if error.endswith(('.', '?', '!')) else '.'}"
     return Explanation("failed", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
 
@@ -141,6 +142,12 @@ def _named(kind: str, text: str) -> str:
     wanted = [line for line in lines[1:4] if line.startswith(("Mismatched", "Greatest", "Expected"))]
     text = "; ".join([*lines[:1], *wanted])
     return text if kind in ("AssertionError", "Failed") else f"{kind}: {text}"
+
+
+def _outside(trace: str) -> str:
+    """Return the innermost line of a traceback: ", in `with model.no_sync():` (line 12 of cases.py)"."""
+    found = re.findall(r'File "[^"]*?([^/"]+)", line (\d+), in .*\n\s+(\S.*)', trace)
+    return ", in `{2}` (line {1} of {0})".format(*found[-1]) if found else ""
 
 
 def _is_of_code(kind: str, text: str) -> bool:

@@ -39,7 +39,13 @@ def relation(got: Any, expected: Any) -> Relation | None:
     if scale and not g.any():
         return Relation("zero", "there are only zeros", 0.0)
     factor = (g * e.conj()).sum().real.item() / max((e * e.conj()).sum().real.item(), 1e-300)
-    if abs(factor) > 1e-3 and abs(factor - 1) > 1e-3 and _agree(g, factor * e, CLOSE * abs(factor) * scale):
+    is_shared = g.numel() > 1 or not g.shape  # of the one element of a tensor any factor holds
+    if (
+        is_shared
+        and abs(factor) > 1e-3
+        and abs(factor - 1) > 1e-3
+        and _agree(g, factor * e, CLOSE * abs(factor) * scale)
+    ):
         return Relation("factor", f"{factor:.6g} times what it should be", factor)
     return _by_element(g, e, scale)
 
@@ -47,7 +53,11 @@ def relation(got: Any, expected: Any) -> Relation | None:
 def wrong_values(compared: Compared) -> dict[str, Relation]:
     """Return the relation of each value that is wrong, by name."""
     found = {name: relation(got, expected) for name, (got, expected) in compared.pairs.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    wrong = {name: one for name, one in found.items() if one is not None}
+    if not compared.what.startswith("initial"):
+        return wrong
+    own = Relation("initial", "it is not the first rank's value")
+    return {name: one if one.kind in ("missing", "extra", "shape") else own for name, one in wrong.items()}
 
 
 def wrong_elements(got: Tensor, expected: Tensor) -> list[bool]:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from _pytest.assertion import install_importhook
 from _pytest.config import _prepareconfig
+from hypothesis import settings
 
 import tests.conftest  # noqa: F401  # the settings of all tests
 from exercises.catalog import PICKLE, Exercise
@@ -109,6 +110,9 @@ def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], N
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
     sys.dont_write_bytecode = True  # that of the file could be out of date after the next save
     torch.set_num_threads(1)
+    graded = settings.get_profile("workbook")  # the same examples in each check, which leave no file behind
+    settings.register_profile("graded", graded, database=None, derandomize=True)
+    settings.load_profile("graded")
     keep_what_assertions_compare(exercise)
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)

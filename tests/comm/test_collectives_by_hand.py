@@ -122,7 +122,9 @@ def test_a_ring_starts_no_message_for_an_empty_tensor():
     for outgoing, incoming, expected in ((0, 0, []), (3, 0, sending), (0, 2, receiving)):
         events.clear()
         ring.shift(Noting(), torch.ones(outgoing), torch.ones(incoming))
-        what = f"{outgoing} elements leave and {incoming} arrive: an empty tensor must not be sent"
+        what = (
+            f"{outgoing} elements leave and {incoming} arrive: an empty tensor is neither sent nor received"
+        )
         assert events == expected, f"{what}; expected {expected}, got {events}"
 
 

@@ -1,12 +1,16 @@
 """Grade data parallel wrappers by what they do: gradients, messages, and messages in the backward."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
+from comm.collectives import Group
 from comm.cost import Link
 from comm.wire import slow_link
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
+from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace import timeline
@@ -19,9 +23,11 @@ from tests.data_parallel.equivalence import (
     compare_with_one_process,
     examples,
     gpt,
+    in_pairs,
     layers,
     mean_square,
     odd_loss,
+    one_process,
     text,
     text_loss,
 )
@@ -29,12 +35,12 @@ from tests.data_parallel.equivalence import (
 KIB = 1 / 1024  # in MiB
 
 
-def naive(module: nn.Module) -> nn.Module:
-    return NaiveDataParallel(module)
+def naive(module: nn.Module, group: Group = None) -> nn.Module:
+    return NaiveDataParallel(module, group)
 
 
-def buckets(module: nn.Module, bucket_mb: float = 0.5 * KIB) -> nn.Module:
-    return BucketDataParallel(module, bucket_mb=bucket_mb)
+def buckets(module: nn.Module, group: Group = None, bucket_mb: float = 0.5 * KIB) -> nn.Module:
+    return BucketDataParallel(module, group, bucket_mb=bucket_mb)
 
 
 def of_two_ranks(cluster: Cluster, wrap: Wrap) -> None:
@@ -46,6 +52,19 @@ def of_odd_models(cluster: Cluster, wrap: Wrap) -> None:
     odd = examples(cluster.world_size)
     compare_with_one_process(cluster, wrap, Odd, odd_loss, odd, (1, 2), "frozen and unused layers")
     compare_with_one_process(cluster, wrap, gpt, text_loss, text(), (2, 1), "tied layers")
+
+
+def of_pairs(cluster: Cluster, wrap: Callable[..., nn.Module]) -> None:
+    """Compare each of two groups, which have different data and weights, with one process."""
+    group, number, rank = in_pairs(cluster)
+    x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(number)).double()
+    reference, model = layers(number), wrap(layers(cluster.rank), group)
+    what = f"in the group of ranks {number} and {number + 2}"
+    assert_same(parameters(model.module), parameters(reference), 0, f"initial parameter {what}")
+    expected = one_process(reference, lambda m: mean_square(m, x.flatten(0, 1)))
+    mean_square(model, x[rank]).backward()
+    model.finish_gradient_sync()
+    assert_same(gradients(model.module), expected, what=f"gradient {what},")
 
 
 def messages_of(wrap: Wrap) -> tuple[int, int]:
@@ -73,6 +92,10 @@ def test_naive_is_right_for_tied_frozen_and_unused_layers_and_for_microbatches()
     run_ranks(of_odd_models, 3, naive)
 
 
+def test_naive_averages_over_the_ranks_of_its_group_only():
+    run_ranks(of_pairs, 4, naive)
+
+
 def test_naive_reduces_each_parameter_once():
     def work(cluster: Cluster) -> None:
         sent, n = messages_of(naive)[0], cluster.world_size
@@ -96,17 +119,21 @@ def test_buckets_are_right_where_a_rank_computes_gradients_in_another_order():
         def make(seed: int) -> nn.Module:
             return EitherWay(seed, backwards=cluster.rank == 1)
 
-        one_each = lambda module: buckets(module, 1e-6)  # noqa: E731
+        one_each = lambda module: buckets(module, bucket_mb=1e-6)  # noqa: E731
         x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
         compare_with_one_process(cluster, one_each, make, lambda m, x, _: mean_square(m, x), (x, x), (1,))
 
     run_ranks(work, 2, timeout=20)
 
 
+def test_buckets_average_over_the_ranks_of_their_group_only():
+    run_ranks(of_pairs, 4, buckets)
+
+
 def test_a_message_carries_a_bucket_and_no_sync_sends_nothing():
     def work(cluster: Cluster) -> None:
         n = cluster.world_size
-        sent, too_early = messages_of(lambda module: buckets(module, 2 * KIB))
+        sent, too_early = messages_of(lambda module: buckets(module, bucket_mb=2 * KIB))
         assert too_early == 0, f"a backward in no_sync() sent {too_early} messages, and not 0"
         assert sent == 4 * 2 * (n - 1), (
             f"a step sent {sent} messages for 8 KiB in buckets of 2 KiB on {n} ranks, and not "
@@ -120,7 +147,8 @@ def test_buckets_are_sent_while_the_backward_computes():
     def work(cluster: Cluster) -> None:
         layers = nn.ParameterList(torch.zeros(8) for _ in range(4))
         with slow_link.slowed(Link(0.004, 0.0)):
-            model = buckets(Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2), 1e-6)
+            module = Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2)
+            model = buckets(module, bucket_mb=1e-6)
             timeline.start_recording()
             loss = model(torch.zeros(1, 1)).sum()
             with timeline.span("backward", "backward"):

@@ -61,17 +61,20 @@ def test_a_file_has_the_mistake_under_the_lessons_name_and_does_not_tell_it(name
     assert not explanation or explanation not in text.replace("\n", " ") or explanation in bug.symptom
     assert bug.symptom.endswith(".") and len(bug.symptom) > 12
     assert len(set(bug.hints)) == 3 and mutant.sentence in bug.hints[1]
-    assert bug.hints[0].startswith("It should be so: ") and "tests/" not in bug.hints[0]
+    assert "tests/" not in bug.hints[0] and "::" not in bug.hints[0]
     assert ast.parse(solution(bug)).body and solution(bug).startswith("# The mistake: ")
 
 
 def test_hints_lead_from_what_should_be_so_to_the_line(summed):
     assert summed.hints == (
-        'It should be so: "a gradient is the mean over ranks and not their sum".',
+        "With 2 ranks and one weight, print its gradient before and after each message. The test that "
+        'notices it: "a gradient is the mean over ranks and not their sum".',
         f"What happens: {summed.mistake}",
         "Look at this line, and at what follows from it: "
         "`all_reduce(parameter.grad, op='sum', group=self.group, pattern=self.pattern)`",
     )
+    in_one_line = next(bug for bug in bugs() if bug.function == "broadcast_from_root")
+    assert in_one_line.hints[2] == "Look at this part of the line: `grad)`"
     assert "`pattern` names the algorithm of a collective" in generated(summed)
 
 

@@ -36,7 +36,7 @@ def test_another_way_passes(exercise):
             1,
             "a step sent 16 messages for 8 KiB in buckets of 2 KiB on 2 ranks, and not",
         ),
-        ("open_buckets", OneByOne, 2, "all messages left after the backward"),
+        ("open_buckets", OneByOne, 3, "all messages left after the backward"),
         ("open_1f1b", gpipe, 1, "with 2 stages and 4 microbatches rank 0 holds 4 microbatches, and not 2"),
     ],
 )

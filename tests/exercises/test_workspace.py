@@ -11,10 +11,11 @@ import pytest
 
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.checker.grade import Grade
-from exercises.commands import chosen, main
+from exercises.commands import chosen, main, tell_next
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.workspace import Workspace
+from tests.exercises.in_process import solved
 
 FIRST, SECOND = EXERCISES[:2]
 TEXT = "Written by hand.\n"
@@ -143,6 +144,33 @@ def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
         assert out.endswith("\nStopped watching.\n") and "Traceback" not in out + err
     finally:
         watching.kill()
+
+
+def test_after_a_pass_it_names_what_may_be_opened_and_the_next_exercise(space, capsys):
+    exercise, other = BY_NAME["tree_broadcast"], BY_NAME["binomial_tree"]
+    space.open(exercise).write_text(solved(exercise))
+    assert main(["watch", exercise.name], space) == 0
+    out = capsys.readouterr().out
+    assert "solution tree_broadcast" in out and f"Open comm/algorithms/tree.py after {other.name}." in out
+    assert out.endswith(f"Next: python -m exercises watch {FIRST.name}\n")
+    space.record(passed(other.name))
+    tell_next(space, other, passed(other.name))
+    assert "You may open comm/algorithms/tree.py now." in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one(space, capsys):
+    for arguments, meant in (
+        (["chek", "zero1"], "did you mean check?"),
+        (["zero1"], "did you mean watch zero1?"),
+    ):
+        assert main(arguments, space) == 2
+        assert meant in capsys.readouterr().err
+
+
+def test_a_check_of_a_new_exercise_names_its_file_and_notebook(space, capsys):
+    assert main(["check", SECOND.name], space) == 1
+    out = capsys.readouterr().out
+    assert f"notebooks/{SECOND.notebook}.ipynb" in out and f"{space.file(SECOND)}" in out
 
 
 def test_without_a_name_hint_and_check_are_for_what_was_worked_on_last_and_say_so(space, capsys):

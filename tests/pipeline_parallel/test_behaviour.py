@@ -46,8 +46,8 @@ def test_1f1b_idles_and_holds_no_more_than_the_formulas_say():
             )
 
 
-def step(cluster: Cluster, microbatches: int) -> None:
-    """Compare a step of a pipeline, with one layer on each rank, with one process."""
+def step(cluster: Cluster, microbatches: int) -> int:
+    """Compare a pipeline with one layer on each rank with one process. Return the messages of a step."""
     torch.manual_seed(0)
     p, x = cluster.world_size, torch.randn(12, 5).double()
     model = nn.Sequential(*(nn.Linear(5 + i, 6 + i) for i in range(p))).double()
@@ -59,11 +59,18 @@ def step(cluster: Cluster, microbatches: int) -> None:
     pipeline = AllForwardAllBackward(stages, microbatches, cross_entropy, x[: 12 // microbatches])
     LEDGER.clear()
     found = pipeline.step(x, y)
-    if cluster.rank == p - 1:
-        assert_same({"loss": found}, {"loss": loss.detach()})
-    own = {id(parameter) for parameter in stages[cluster.rank].parameters()}
-    got = {name: parameter.grad for name, parameter in model.named_parameters() if id(parameter) in own}
+    sent = LEDGER.total().messages_sent
+    assert_same({"loss": found}, {"loss": loss.detach() if cluster.rank == p - 1 else None}, what="the loss")
+    trained = {id(parameter) for parameter in stages[cluster.rank].parameters()}
+    own = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
+    got = {name: parameter.grad.clone() for name, parameter in own.items()}
     assert_same(got, {name: expected[name] for name in got}, what=f"gradient, {microbatches} microbatches,")
+    others = {name: p.grad for name, p in model.named_parameters() if name not in own}
+    assert_same(others, dict.fromkeys(others), what="gradient of another rank's stage,")
+    pipeline.step(x, y)
+    twice = {name: 2 * expected[name] for name in got}
+    assert_same({name: own[name].grad for name in got}, twice, what="gradient that two steps have added up,")
+    return sent
 
 
 def test_two_stages_have_the_gradients_of_one_process():
@@ -77,9 +84,8 @@ def test_four_stages_and_six_microbatches_have_the_gradients_of_one_process():
 
 def test_each_activation_and_each_gradient_is_one_message():
     def work(cluster: Cluster) -> None:
-        step(cluster, 4)
+        sent = step(cluster, 4)
         neighbours = (cluster.rank > 0) + (cluster.rank < cluster.world_size - 1)
-        sent = LEDGER.total().messages_sent
         assert sent == 4 * neighbours, (
             f"rank {cluster.rank} sent {sent} messages, and not one for each of 4 microbatches and "
             f"{neighbours} neighbours = {4 * neighbours}"

@@ -6,12 +6,23 @@ from dataclasses import astuple
 import torch
 from torch import Tensor, nn
 
+from comm.collectives import Group
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
-from tests.data_parallel.equivalence import EitherWay, Odd, accumulate, examples, layers, mine, odd_loss
+from tests.data_parallel.equivalence import (
+    EitherWay,
+    Odd,
+    accumulate,
+    examples,
+    in_pairs,
+    layers,
+    mean_square,
+    mine,
+    odd_loss,
+)
 from zero.memory import Held, formula
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -21,25 +32,25 @@ ADAM, OPTIONS = torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3}  # with a small eps,
 
 
 class Zero1:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
         self.model = module
-        self.syncing = self.optimizer = self.optimizer_of(module)
+        self.syncing = self.optimizer = self.optimizer_of(module, group)
 
-    def optimizer_of(self, module: nn.Module) -> ZeroOptimizer:
-        return ZeroOptimizer(module.parameters(), ADAM, **OPTIONS)
+    def optimizer_of(self, module: nn.Module, group: Group) -> ZeroOptimizer:
+        return ZeroOptimizer(module.parameters(), ADAM, group, **OPTIONS)
 
     def state(self) -> dict[str, Tensor]:
         return parameters(self.model)
 
 
 class Zero2(Zero1):
-    def optimizer_of(self, module: nn.Module) -> ZeroOptimizer:
-        return ZeroGradientOptimizer(module.parameters(), ADAM, **OPTIONS)
+    def optimizer_of(self, module: nn.Module, group: Group) -> ZeroOptimizer:
+        return ZeroGradientOptimizer(module.parameters(), ADAM, group, **OPTIONS)
 
 
 class Zero3:
-    def __init__(self, module: nn.Module) -> None:
-        self.syncing = self.model = FullyShardedDataParallel(module)
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
+        self.syncing = self.model = FullyShardedDataParallel(module, group)
         self.optimizer = ADAM(self.model.parameters(), **OPTIONS)
 
     def state(self) -> dict[str, Tensor]:
@@ -55,8 +66,8 @@ def compare(
 ) -> None:
     """Compare the parameters after each of three steps with those of one process."""
     alone, module = make(0), make(cluster.rank)
-    for buffer in module.buffers():
-        buffer.fill_(1.0)  # as rank 0's is
+    for buffer in module.buffers() if kind is not Zero3 else ():
+        buffer.fill_(1.0)  # as rank 0's is; only a wrapper of the module can broadcast it
     ours, theirs = kind(module), ADAM(alone.parameters(), **OPTIONS)
     for step, microbatches in enumerate(counts):
         for optimizer in (theirs, ours.optimizer):
@@ -68,7 +79,7 @@ def compare(
         accumulate(ours.model, odd_loss, mine(cluster, batch), microbatches, ours.syncing)
         for optimizer in (theirs, ours.optimizer):
             optimizer.step()
-        got, expected = ours.state(), parameters(alone)
+        got, expected = ours.state(), dict(alone.state_dict()) if kind is Zero3 else parameters(alone)
         assert_same({name: got.get(name) for name in expected}, expected, 1e-8, f"parameter, step {step},")
 
 
@@ -88,6 +99,21 @@ def of_another_order(cluster: Cluster, kind: type) -> None:
 def batch_of_width(width: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0)).double()
     return x, torch.arange(6) % 3
+
+
+def of_pairs(cluster: Cluster, kind: type) -> None:
+    """Compare a step of each of two groups, which have different data and weights, with one process."""
+    group, number, rank = in_pairs(cluster)
+    x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(number)).double()
+    alone, ours = layers(number), kind(layers(cluster.rank), group)
+    optimizer = ADAM(alone.parameters(), **OPTIONS)
+    mean_square(alone, x.flatten(0, 1)).backward()
+    mean_square(ours.model, x[rank]).backward()
+    ours.syncing.finish_gradient_sync()
+    for each in (optimizer, ours.optimizer):
+        each.step()
+    what = f"parameter in the group of ranks {number} and {number + 2},"
+    assert_same(ours.state(), parameters(alone), 1e-8, what)
 
 
 def costs(cluster: Cluster, kind: type, stage: int, most_sent: float) -> None:
@@ -126,6 +152,10 @@ def test_zero_1_is_right_where_a_rank_computes_gradients_in_another_order():
     run_ranks(of_another_order, 2, Zero1)
 
 
+def test_zero_1_divides_among_the_ranks_of_its_group_only():
+    run_ranks(of_pairs, 4, Zero1)
+
+
 def test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce():
     run_ranks(costs, 2, Zero1, 1, 2.0)
 
@@ -138,6 +168,10 @@ def test_zero_2_trains_odd_models_with_microbatches_on_three_ranks():
     run_ranks(of_odd_models, 3, Zero2)
 
 
+def test_zero_2_divides_among_the_ranks_of_its_group_only():
+    run_ranks(of_pairs, 4, Zero2)
+
+
 def test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce():
     run_ranks(costs, 2, Zero2, 2, 2.0)
 
@@ -148,6 +182,10 @@ def test_zero_3_trains_as_one_process():
 
 def test_zero_3_trains_odd_models_with_microbatches_on_three_ranks():
     run_ranks(of_odd_models, 3, Zero3)
+
+
+def test_zero_3_divides_among_the_ranks_of_its_group_only():
+    run_ranks(of_pairs, 4, Zero3)
 
 
 def test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters():
