@@ -32,6 +32,7 @@ from lab.ranks import run_ranks
 from lab.replace import apply
 
 HANG_SECONDS = 15.0  # a lesson's tests take less than this, also on a busy machine
+LOOK_SECONDS = 3.0  # in which also a busy machine moves one message
 
 
 def load(exercise: Exercise, path: Path) -> dict[str, Callable[..., Any]]:
@@ -54,14 +55,14 @@ def _executed(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def short_hangs() -> Iterator[None]:
-    """Report a hang after HANG_SECONDS in a `with` block, where a test does not ask for another timeout."""
+    """Report a hang soon in a `with` block: after HANG_SECONDS, or a cycle of ranks after two looks."""
     defaults = run_ranks.__kwdefaults__
-    usual = defaults["timeout"]
-    defaults["timeout"] = HANG_SECONDS
+    usual = dict(defaults)
+    defaults.update(timeout=HANG_SECONDS, look_every=LOOK_SECONDS)
     try:
         yield
     finally:
-        defaults["timeout"] = usual
+        defaults.update(usual)
 
 
 def error_of(test: str) -> BaseException | None:

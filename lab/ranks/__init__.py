@@ -7,7 +7,8 @@ and collects the results. After an error or a hang it names the rank and the sou
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -22,6 +23,7 @@ from lab.units import MAX_SECONDS
 
 _GRACE = 0.5  # seconds to wait for an earlier failure that arrives after a later one
 _STACKS = 5.0  # seconds that a rank may need to say where it is
+_LOOK = 1.0  # the same for one of several looks
 
 # Set it to learn more of each failure: what it returns on the rank that fails is in RankError.described.
 describe: Callable[[BaseException], Any] | None = None
@@ -54,12 +56,15 @@ def run_ranks(
     device: str = "cpu",
     group_timeout: float | None = None,
     collect_failures: bool = False,
+    look_every: float | None = None,
 ) -> list[Any]:
     """Call `fn(cluster, *args)` in `world_size` processes that form one group; return results in rank order.
 
     `timeout` limits the call, and `group_timeout` a single communication, in seconds; the second is longer,
-    so that the report of a hang comes first. `backend=None` starts the ranks without a group. `device` is
-    "cpu" or "cuda". With GPUs `backend` may be "nccl", which needs a GPU for each rank.
+    so that the report of a hang comes first. With `look_every` a cycle of ranks that wait for one another
+    ends the call earlier: at the second of two looks, so many seconds apart, if no rank has sent anything.
+    `backend=None` starts the ranks without a group. `device` is "cpu" or "cuda". With GPUs `backend` may be
+    "nccl", which needs a GPU for each rank.
 
     Raise RankError with the traceback of the rank that failed first, or with the line where each rank is
     stuck. With `collect_failures` a rank that fails in `fn` does not end the others: its place in the result
@@ -74,7 +79,7 @@ def run_ranks(
         given = world_size, folder, backend, device, limit, work, list(sys.path), os.getcwd()
         processes = Processes([Job(rank, *given, describe=describe) for rank in range(world_size)])
         try:
-            return _Call(processes, folder, timeout, collect_failures).results()
+            return _Call(processes, folder, timeout, collect_failures, look_every).results()
         finally:
             processes.end()
 
@@ -82,16 +87,24 @@ def run_ranks(
 class _Call:
     """Collect the answers and the failures of one call's ranks."""
 
-    def __init__(self, processes: Processes, folder: str, timeout: float, collect_failures: bool) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        folder: str,
+        timeout: float,
+        collect_failures: bool,
+        look_every: float | None,
+    ) -> None:
         self.processes, self.folder, self.timeout = processes, folder, timeout
-        self.collect_failures = collect_failures
+        self.collect_failures, self.look_every = collect_failures, look_every
+        self.start = time.monotonic()
         self.ready: set[int] = set()
         self.answers: dict[int, Any] = {}
         self.failures: dict[int, tuple[float, RankError]] = {}
 
     def results(self) -> list[Any]:
         num_ranks = len(self.processes.all)
-        for rank, message in self.processes.messages(self.timeout):
+        for rank, message in self._messages():
             self._take(rank, message)
             if self._has_failed() or len(self.answers) + len(self.failures) == num_ranks:
                 break
@@ -102,6 +115,20 @@ class _Call:
             raise self._first_failure()
         everything = self.answers | {rank: error for rank, (_, error) in self.failures.items()}
         return [everything[rank] for rank in range(num_ranks)]
+
+    def _messages(self) -> Iterator[tuple[int, bytes | None]]:
+        """Yield what the ranks send until the time is up, or until two looks find the same deadlock."""
+        before = None
+        while (left := self.start + self.timeout - time.monotonic()) > 0:
+            yield from self.processes.messages(min(left, self.look_every or left))
+            found = stacks.deadlock(self._stuck(), self.folder, _LOOK) if self.look_every else None
+            if found is not None and found == before:
+                return
+            before = found
+
+    def _stuck(self) -> dict[int, Any]:
+        done = self.answers | self.failures
+        return {rank: one for rank, one in enumerate(self.processes.all) if rank not in done}
 
     def _has_failed(self) -> bool:
         # A group is formed by all ranks or by none, so the others cannot go on without one that is not ready.
@@ -138,11 +165,11 @@ class _Call:
 
     def _hang(self) -> RankError:
         ranks = range(len(self.processes.all))
-        stuck = [rank for rank in ranks if rank not in self.answers | self.failures]
-        asked = {rank: self.processes.all[rank] for rank in stuck}
+        seconds = min(self.timeout, round(time.monotonic() - self.start, 1))
+        stuck = list(asked := self._stuck())
         places, waits = stacks.ask(asked, self.folder, _STACKS)
         self._drain()
-        lines = [f"no answer within {self.timeout:g} s."]
+        lines = [f"no answer within {seconds:g} s."]
         for rank in ranks:
             if rank in stuck:
                 how = "still" if places[rank].startswith(stacks.COMPUTING) else "stuck"

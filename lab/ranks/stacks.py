@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lab.ranks.waiting import Wait, current_wait
+from lab.ranks.waiting import Wait, chain, current_wait
+from lab.trace.ledger import LEDGER
 
 BACKGROUND = "in_background"  # names the function of a thread that only serves the rank's other threads
 ASK = b"Where are you, and for whom do you wait?"  # from a parent to its rank
@@ -48,7 +49,7 @@ def answer(folder: str, rank: int) -> None:
     ]
     new = _file(folder, rank).with_suffix(".new")
     with suppress(OSError):
-        new.write_bytes(pickle.dumps((wait, is_computing, stacks)))
+        new.write_bytes(pickle.dumps((wait, is_computing, stacks, LEDGER.total())))
         new.replace(_file(folder, rank))  # now it is complete
 
 
@@ -66,6 +67,41 @@ def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> tuple[dict[int
     The place of a rank that waits for no rank but computes begins with "computing at". Threads without a line
     outside of libraries, or whose first function is called BACKGROUND, are left out.
     """
+    answers = _answers(ranks, folder, seconds)
+    places: dict[int, str] = {}
+    waits: dict[int, Wait] = {}
+    for rank, one in ranks.items():
+        if rank not in answers:
+            places[rank] = _SILENT
+            with suppress(OSError):
+                os.kill(one.process.pid, signal.SIGUSR2)
+            continue
+        wait, is_computing, stacks, _ = answers[rank]
+        main, *others = map(_lines, stacks)
+        also = "".join(f"\n      its other thread is {lines}" for lines in others if lines)
+        doing = COMPUTING if is_computing else ""
+        places[rank] = doing + (main or "before its function was called") + also
+        if wait is not None:
+            waits[rank] = wait
+    return places, waits
+
+
+def deadlock(ranks: Mapping[int, Any], folder: str, seconds: float) -> dict[int, Any] | None:
+    """Return for whom each rank waits and what it has sent, if all wait and some in a cycle, else None.
+
+    Two equal results some time apart show a deadlock: meanwhile no rank has sent anything.
+    """
+    answers = _answers(ranks, folder, seconds)
+    waits = {rank: answer[0] for rank, answer in answers.items() if answer[0] is not None}
+    if not waits or waits.keys() != ranks.keys():
+        return None
+    cycle = chain(waits)
+    is_closed = waits[cycle[-1]].peer == cycle[0]
+    return {rank: (waits[rank], answers[rank][3]) for rank in ranks} if is_closed else None
+
+
+def _answers(ranks: Mapping[int, Any], folder: str, seconds: float) -> dict[int, Any]:
+    """Ask ranks, and return what those have written (`answer`) that are fast enough."""
     files = {rank: _file(folder, rank) for rank in ranks}
     for rank, one in ranks.items():
         files[rank].unlink(missing_ok=True)  # the answer to an earlier question
@@ -74,22 +110,7 @@ def ask(ranks: Mapping[int, Any], folder: str, seconds: float) -> tuple[dict[int
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not all(file.exists() for file in files.values()):
         time.sleep(0.01)
-    places: dict[int, str] = {}
-    waits: dict[int, Wait] = {}
-    for rank, one in ranks.items():
-        if not files[rank].exists():
-            places[rank] = _SILENT
-            with suppress(OSError):
-                os.kill(one.process.pid, signal.SIGUSR2)
-            continue
-        wait, is_computing, stacks = pickle.loads(files[rank].read_bytes())
-        main, *others = map(_lines, stacks)
-        also = "".join(f"\n      its other thread is {lines}" for lines in others if lines)
-        doing = COMPUTING if is_computing else ""
-        places[rank] = doing + (main or "before its function was called") + also
-        if wait is not None:
-            waits[rank] = wait
-    return places, waits
+    return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
 
 
 def _file(folder: str, rank: int) -> Path:

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lab import ranks
@@ -94,6 +95,16 @@ def test_a_hang_is_reported_with_the_line_where_each_rank_is_stuck_and_ends_them
     assert "rank 2 has finished" in text
     assert re.search(rf"rank 3 is still computing {place} work: (while True|pass)", text)
     assert not [path for path in tmp_path.iterdir() if is_alive(int(path.read_text()))]
+
+
+def test_two_looks_find_a_cycle_of_ranks_that_wait_for_one_another():
+    def work(cluster) -> None:
+        dist.recv(torch.ones(1), 1 - cluster.rank)
+
+    with pytest.raises(RankError) as error:
+        run_ranks(work, 2, timeout=30, look_every=0.3)
+    text = str(error.value)
+    assert "a cycle, in which each rank waits for the next" in text and "within 30 s" not in text
 
 
 def test_a_rank_that_holds_pythons_lock_prints_its_line(monkeypatch, capfd):
