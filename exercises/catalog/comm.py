@@ -30,6 +30,13 @@ EXERCISES = (
         ),
         difficulty=1,
         minutes=15,
+        doc="""
+            Send `outgoing` to rank r+1 and receive `incoming` from rank r-1, modulo n.
+
+            The two tensors may have different sizes. An empty tensor (`numel()` is 0) is neither sent nor
+            received; the neighbour knows its size, too. All ranks call this at the same time, and none may
+            wait forever.
+        """,
         helps=(*WIRE, *MESSAGES),
         hints=(
             "`wire.isend(tensor, rank)` and `wire.irecv(tensor, rank)` start a message and return at once. "

@@ -253,6 +253,11 @@ TABLE: tuple[Row, ...] = (
         "The ranks call different collectives, or the same ones in different orders: does a rank decide "
         "by what only that rank has seen? All ranks must agree on one order.",
     ),
+    (
+        lambda e: e.first and "in the group of ranks" in e.first.what,
+        "The ranks are in two groups, and each must be as a job of its own: does every collective get the "
+        "`group`?",
+    ),
     # no value
     (
         buffers_differ,
