@@ -26,7 +26,17 @@ PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: run notebooks exercises compare diff site setup test lint check-runs check-exercises check-notebooks check-site containers slurm rehearse clean help
+TARGETS := run notebooks exercises compare diff site setup test lint check-runs check-exercises check-notebooks check-site containers slurm rehearse clean help
+.PHONY: $(TARGETS) install
+
+# `make run comm` would run the default lesson, and `make run MODE=comm` would ignore MODE.
+NO_TARGET := $(filter-out $(TARGETS) install my_notebooks $(READY),$(MAKECMDGOALS))
+ifneq "$(NO_TARGET)" ""
+$(error There is no target '$(NO_TARGET)': make alone lists them. To run a lesson, write: make run RUN_MODE=$(NO_TARGET))
+endif
+ifeq "$(origin MODE)" "command line"
+$(error MODE is not a setting. Write: make run RUN_MODE=$(value MODE))
+endif
 
 run: export RUN_MODE := $(RUN_MODE)
 run: export WORLD_SIZE := $(WORLD_SIZE)
@@ -103,12 +113,17 @@ ifneq "$(shell cat $(READY) 2>/dev/null)" "$(CURDIR)"
 .PHONY: $(READY)
 endif
 
-# The last line runs only after everything has worked, so an interrupted set-up starts again.
+# flock, where there is one, keeps two set-ups from writing the same .venv; a Makefile is as good a lock as any file.
 $(READY): requirements.txt pyproject.toml hatch_build.py
+	@$(if $(shell command -v flock),flock -n Makefile )$(MAKE) --no-print-directory install || { \
+	echo "Set-up has not ended. If another make sets up $(VENV) now, wait for it. Else run make again; if that fails too, run make clean and then make setup." >&2; exit 1; }
+
+# The last line runs only after everything has worked, so an interrupted set-up starts again.
+install:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "The workbook needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1); choose another one: make PYTHON=python3.12" >&2; exit 1; }
 	@if [ -e $(VENV) ]; then echo "Setting up $(VENV) again: what it needs, or its place, has changed" >&2; \
 	else echo "Setting up $(VENV) (once; torch is some 200 MB, a minute or two)" >&2; fi
-	@rm -f $@
+	@rm -f $(READY)
 	@trap '' INT; $(PYTHON) -m venv $(VENV) # after Ctrl-C make ends when this has ended, without Python's traceback
 	@index='$(TORCH_INDEX_URL)'; \
 	if [ "$$index" = auto ]; then \
@@ -122,4 +137,4 @@ $(READY): requirements.txt pyproject.toml hatch_build.py
 	fi; \
 	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
 	@trap '' INT; $(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
-	@echo '$(CURDIR)' > $@
+	@echo '$(CURDIR)' > $(READY)

@@ -45,6 +45,10 @@ LINK_TC=/usr/local/libexec/link-tc # a copy of tc that needs no root; only the i
 main() {
     local script
     [ -w "${TMPDIR:-/tmp}" ] || refuse "${TMPDIR:-/tmp} cannot be written, and Python needs a place for temporary files: mount one there (docker run --tmpfs /tmp), or name one in TMPDIR."
+    if [ "${RUN_MODE:-}" = list ]; then
+        is_told_by_node0 || list_modes
+        exit 0
+    fi
     script=$(script_of "${RUN_MODE:-}") || exit 2
     if [ -n "${WORLD_SIZE:-}" ] && ! [[ $WORLD_SIZE =~ ^[1-9][0-9]{0,3}$ ]]; then
         refuse "WORLD_SIZE is '$WORLD_SIZE'; it must be a number of ranks, 1 or more."
@@ -78,7 +82,7 @@ main() {
 }
 
 script_of() {
-    local mode script what
+    local mode script what near
     while read -r mode script what; do
         if [ "$mode" = "$1" ]; then
             echo "$script"
@@ -86,21 +90,25 @@ script_of() {
         fi
     done < <(lessons)
     is_told_by_node0 && return 1
-    if [ -n "$1" ]; then say "There is no RUN_MODE '$1'$(nearest "$1") There are:"; else say "RUN_MODE is not set. Choose one:"; fi
-    while read -r mode script what; do
-        say "$(printf '  RUN_MODE=%-37s %s' "$mode" "$what")"
-    done < <(lessons)
+    near=$(nearest "$1")
+    if [ -n "$near" ]; then
+        say "There is no RUN_MODE '$1': did you mean $near? RUN_MODE=list shows all."
+    else
+        say "${1:+There is no RUN_MODE '$1'. }Choose a RUN_MODE:"
+        list_modes >&2
+    fi
     return 1
 }
 
-# What ends the sentence about an unknown mode: ": did you mean comm?", or without a near one a full stop.
+list_modes() { lessons | while read -r mode _ what; do printf '  RUN_MODE=%-37s %s\n' "$mode" "$what"; done; }
+
+# The mode whose name is most like an unknown one, or nothing.
 nearest() {
     local python=python
     [ -x .venv/bin/python ] && python=.venv/bin/python
     lessons | "$python" -c 'import difflib, sys
 modes = [line.split()[0] for line in sys.stdin]
-near = difflib.get_close_matches(sys.argv[1], modes, n=1)
-print(f": did you mean {near[0]}?" if near else ".")' "$1" 2>/dev/null || echo .
+print(*difflib.get_close_matches(sys.argv[1], modes, n=1))' "$1" 2>/dev/null || true
 }
 
 check_link() {

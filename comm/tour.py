@@ -21,9 +21,11 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +61,7 @@ class Args:
     """Number of timed runs of each operation, of which the median is shown; a slow operation has fewer."""
     all: bool = False
     """Measure every pattern of every operation, and torch's own, not only the one that "auto" takes."""
-    link: str | None = None
+    link: Annotated[str | None, tyro.conf.arg(metavar="RATE[,DELAY]")] = None
     """Speed of the link that is simulated: a rate, or a rate and the delay of a message; none: the link as it
     is. By default 200mbit,1ms if all ranks run on this machine, else none."""
     json: bool = False
@@ -189,7 +191,9 @@ def main(cluster: Cluster, args: Args) -> None:
     simulated = link_to_simulate(cluster, args.link)
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 120)
     if cluster.is_main:
-        console.print("full: a whole tensor; shard: a rank's part of one; out: what an all-to-all returns.")
+        console.print(
+            "In these tables full is a whole tensor, shard a rank's part, and out what an all-to-all returns."
+        )
     for op in c.PATTERNS:
         show(cluster, op, console)
     slow_link.use(simulated)
@@ -247,15 +251,25 @@ def conclusion(cluster: Cluster, rows: list[dict], args: Args) -> list[str]:
         said.append(
             f"Ranks check by a header that all call the same operation: {sent}, only in the times here."
         )
-    if times := [row["seconds"] / row["predicted_seconds"] for row in rows if row["predicted_seconds"]]:
-        middle = statistics.median(abs(ratio - 1) for ratio in times)
-        said.append(f"Half of the measured times are within {middle:.0%} of the predicted ones.")
+    times = {
+        f"{row['op']} ({row['pattern']})": row["seconds"] / row["predicted_seconds"]
+        for row in rows
+        if row["predicted_seconds"]
+    }
+    if times:
+        middle = statistics.median(abs(ratio - 1) for ratio in times.values())
+        farthest = max(times, key=lambda name: abs(times[name] - 1))
+        said.append(
+            f"Half of the measured times are within {middle:.0%} of the predicted ones. Farthest off is "
+            f"{farthest}, with {times[farthest]:.2f} times its prediction, which counts no computing."
+        )
     if dist.get_backend() == "nccl":
         return [*said, "Our patterns need gloo: BACKEND=gloo shows them beside torch's."]
     if args.all:
         return [*said, "make run RUN_MODE=point_to_point measures this machine's own link."]
     ranks = f"WORLD_SIZE={cluster.world_size}"
-    return [*said, f"make run RUN_MODE=comm {ranks} ARGS=--all shows the other patterns, and PyTorch's own."]
+    what = "shows the other patterns (see comm/README.md), and PyTorch's own."
+    return [*said, f"make run RUN_MODE=comm {ranks} ARGS=--all {what}"]
 
 
 def _shown(show: Callable[[float], str], value: float | None) -> str:

@@ -42,11 +42,12 @@ Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from tyro.conf import arg
 
 from comm.collectives import use_pattern
 from comm.point_to_point import InFlightShift
@@ -162,7 +163,7 @@ class Args(ContextArgs):
     kernel: Literal["fused", "textbook"] = "fused"
     """Who computes attention to a block of keys. fused: PyTorch's kernel for CPUs. textbook: plain tensor
     operations, which store the scores of all pairs."""
-    metronome: str | None = None
+    metronome: Annotated[str | None, arg(metavar="TIME")] = None
     """Replace attention by a clock: causal attention of a full sequence in one layer takes this time, such as
     40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real.
     Take a small --size, because the other layers compute."""

@@ -38,7 +38,9 @@ class Args(training.arguments.Args):
     """Give the stages about equally many layers, or parameters."""
     recompute: bool = False
     """Keep only the input of each stage, and compute the stage's forward again in the backward."""
-    metronome: Annotated[str | None, tyro.conf.arg(aliases=["--pseudo-computation-time"])] = None
+    metronome: Annotated[str | None, tyro.conf.arg(metavar="TIME", aliases=["--pseudo-computation-time"])] = (
+        None
+    )
     """Replace computing by a clock: on a rank, a microbatch's forward, input gradient and weight gradient
     each take this time, such as 20ms or 0.5 (seconds). Nothing is trained. Communication stays real."""
 

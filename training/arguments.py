@@ -1,7 +1,7 @@
 """Define the arguments that the train scripts of all lessons take; each script adds its own."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -43,10 +43,10 @@ class TrainArgs:
     transport: Transport = "auto"
     """How messages travel, except PyTorch's own and those that a pipeline sends from stage to stage. auto:
     shared memory where two ranks can have it, else sockets. gloo: PyTorch's connections."""
-    link: str | None = None
+    link: Annotated[str | None, tyro.conf.arg(metavar="RATE[,DELAY]")] = None
     """Slow all communication down to the speed of a link, in software: a rate (100mbit, 1gbit), or a rate and
     the delay of a message (200mbit,1ms). This needs no root, and works without containers."""
-    metronome: str | None = None
+    metronome: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Replace computing by a clock: a layer's forward takes this time, such as 20ms or 1.5s, and its backward
     twice that. Nothing is trained. Communication stays real."""
     ignore_first: int = 0
@@ -83,8 +83,8 @@ class Args(TrainArgs):
     pattern: Literal[AllReducePattern, None] = None
     """Algorithm of the all-reduce: who sends what to whom. ring is the textbook's; pipelined_ring sends each
     chunk in segments; hierarchical adds up within each host first; torch is PyTorch's own; auto measures
-    the link and takes the fastest by formula; the others are in comm/algorithms. None: ring on gloo,
-    torch on nccl."""
+    the link and takes the fastest by formula; the others are in comm/algorithms. Left out: ring
+    with gloo, torch with nccl."""
 
 
 @dataclasses.dataclass
@@ -111,8 +111,8 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     """Optimizer. Its state is twice the parameters' size (adamw), the same size (momentum) or empty (sgd)."""
     pattern: Literal[ShardPattern, None] = None
     """Algorithm of the collectives: who sends what to whom. ring is the textbook's; pipelined_ring sends each
-    chunk in segments; tree sends all data through rank 0; torch is PyTorch's own. None: ring on gloo,
-    torch on nccl."""
+    chunk in segments; tree sends all data through rank 0; torch is PyTorch's own. Left out: ring
+    with gloo, torch with nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
 
     def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:

@@ -65,8 +65,8 @@ def _call(command: list[str], settings: dict[str, str]) -> subprocess.CompletedP
 def measure(modes: list[str], words: str, in_containers: bool) -> Runs:
     """Return each mode's figures and events. Raise WorkbookError where a mode ends with an error."""
     runs: Runs = {}
-    for mode in modes:
-        print(f"{mode} runs ...", flush=True)
+    for number, mode in enumerate(modes, 1):
+        print(f"{mode} runs ({number} of {len(modes)}) ...", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             done = (run_in_containers if in_containers else run_here)(mode, words, folder)
             if done.returncode:
@@ -125,10 +125,14 @@ def conclusion(runs: Runs) -> str:
         return f"{said}: ranks are idle for {fast['bubble']:.0%} of it instead of {slow['bubble']:.0%}."
     if not (fast.get("communication_seconds") and slow.get("communication_seconds")):
         return f"{said}."
-    computing = (units.show_seconds(f["compute_seconds"]) for f in (fast, slow))
+    computed = [f["compute_seconds"] for f in (fast, slow)]
+    computing = (units.show_seconds(seconds) for seconds in computed)
     seen = (units.show_seconds(not_hidden(f)) for f in (fast, slow))
     spent = f"{' instead of '.join(seen)} of communication that no computing hides"
-    return f"{said}: {spent}, and {' instead of '.join(computing)} of computing."
+    said += f": {spent}, and {' instead of '.join(computing)} of computing."
+    if max(computed) > 1.2 * min(computed):
+        said += " If both compute the same, that difference is noise: compare again on a quieter machine."
+    return said
 
 
 def main(modes: list[str], words: str, in_containers: bool) -> None:
@@ -140,6 +144,10 @@ def main(modes: list[str], words: str, in_containers: bool) -> None:
         raise WorkbookError(f"MODES: {without[0]} has no timeline to compare; choose modes that train a GPT.")
     if {"--json", "--trace"} & set(words.split()):
         raise WorkbookError("ARGS: make compare itself adds --json and --trace; leave them out.")
+    for mode in modes:
+        done = _call(["bash", "entrypoint.sh"], {"RUN_MODE": mode, "TORCHRUN": "true"})  # starts no ranks
+        if done.returncode:
+            raise WorkbookError(f"MODES: {done.stderr.strip()}")
     runs = measure(modes, words, in_containers)
     path = PICTURES / f"compare_{time.strftime('%Y-%m-%d_%H-%M-%S')}.png"
     path.parent.mkdir(exist_ok=True)

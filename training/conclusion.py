@@ -12,12 +12,13 @@ Figures = dict[str, Any]
 
 NEXT = {
     "train": "RUN_MODE=data_parallel_naive keeps the replicas equal.",
-    "data_parallel_naive": "RUN_MODE=data_parallel_overlap ARGS='--link 200mbit,1ms' hides it behind "
-    "the backward, which pays on a slow network.",
+    "data_parallel_naive": "MODES='naive overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows it "
+    "hidden behind the backward, on the same slow link.",
     "data_parallel_naive_grad_accumulation": "ARGS='--grad-acc-steps 4' sends as many bytes a step.",
-    "data_parallel_overlap": "RUN_MODE=data_parallel_bucket_overlap ARGS='--link 200mbit,1ms' sends fewer "
-    "and larger messages.",
-    "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws this on a slow network.",
+    "data_parallel_overlap": "MODES='overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows what fewer "
+    "and larger messages gain, on the same slow link.",
+    "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws the timelines of a slow "
+    "link into traces/.",
     "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
     "zero1": "RUN_MODE=zero2 also divides the gradients.",
     "zero2": "RUN_MODE=zero3 also divides the parameters.",
@@ -39,7 +40,8 @@ NEXT = {
     "hybrid_elastic": "RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.",
     "hybrid_elastic_mesh": "RUN_MODE=hybrid trains on a mesh without deaths.",
 }
-"""What to run after each RUN_MODE, and why: the end of a sentence that begins with `make run`."""
+"""What to run after each RUN_MODE, and why: the end of a sentence that begins with `make run`, or, before
+MODES, with `make compare`. A run differs in one thing from the one before it; two runs are compared."""
 
 
 def rows(figures: Figures) -> list[tuple[str, str]]:
@@ -60,8 +62,10 @@ def sentences(figures: Figures) -> list[str]:
     said = [text for rule in MEANINGS if (text := rule(found))][:1]
     what = NEXT.get(mode, "")
     if what and f"WORLD_SIZE={ranks} " not in what:
+        target = "compare" if what.startswith("MODES") else "run"
         ranks_too = "" if ranks == 2 or "WORLD_SIZE" in what else f"WORLD_SIZE={ranks} "
-        said.append(f"make run {ranks_too}{'' if what.startswith('RUN_MODE') else f'RUN_MODE={mode} '}{what}")
+        mode_too = "" if what.startswith(("MODES", "RUN_MODE")) else f"RUN_MODE={mode} "
+        said.append(f"make {target} {ranks_too}{mode_too}{what}")
     return said
 
 
@@ -75,8 +79,9 @@ def _loss(f: Figures) -> str | None:
 def _step(f: Figures) -> str | None:
     if "step_seconds" not in f:
         return None
-    predicted = f.get("predicted_step_seconds")
-    by_formula = f" (predicted {units.show_seconds(predicted)})" if predicted else ""
+    predicted = f.get("predicted_step_seconds") or 0.0
+    is_near = abs(predicted / f["step_seconds"] - 1) <= 0.3  # else ranks share cores: see docs/report.md
+    by_formula = f" (predicted {units.show_seconds(predicted)})" if is_near else ""
     what = "images" if "accuracy" in f or "validation_accuracy" in f else "tokens"
     speed = f"{f['tokens_per_second']:,.0f} {what}/s"
     used = f", MFU {f['mfu']:.0%}" if "mfu" in f else ""

@@ -77,7 +77,7 @@ def validate_numbers(steps: int, batch_size: int, lr: float, seed: int, sharing:
     more = (batch_size // sharing + 1) * sharing
     refuse_if(
         batch_size % sharing,
-        f"--batch-size {batch_size}: {sharing} ranks cannot share it equally; choose a multiple of "
+        f"{sharing} ranks cannot share a batch of {batch_size} examples equally; choose a multiple of "
         f"{sharing}, such as --batch-size {more}.",
     )
 

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -36,7 +36,7 @@ class Args:
     """Number of tokens of an example. None: as many as the model's description says."""
     context: int | None = None
     """Number of ranks along the context axis, which cut each sequence. None: the planner chooses."""
-    link: str | None = None
+    link: Annotated[str | None, tyro.conf.arg(metavar="RATE[,DELAY]")] = None
     """Link between nodes, as a rate (400gbit) or a rate and the latency of a message (1gbit,1ms). With
     --device this, the link between ranks. None: that of the device's usual network; with --device this,
     messages take no time."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from lab.launch.errors import Stopped, UsageError, reason
+from lab.launch.errors import Stopped, UsageError, WorkbookError, reason
 from lab.launch.interrupt import FROM_SCHEDULER
 
 REPEAT_SECONDS = 5
@@ -43,9 +43,10 @@ def main(argv: list[str]) -> int:
         run.main([*options, *(_local_rendezvous() if is_local else []), *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode in (Stopped.BY_SCHEDULER, Stopped.BY_USER, UsageError.exit_code):
-            return failure.exitcode  # the ranks have said why
-        if failure.exitcode > 0:  # a rank has said why, and perhaps another one than the first that ended
+        said_why = WorkbookError.exit_code, UsageError.exit_code, Stopped.BY_SCHEDULER, Stopped.BY_USER
+        if failure.exitcode in said_why:
+            return failure.exitcode
+        if failure.exitcode > 0:
             how = f"a rank ended with exit code {failure.exitcode}"
         else:
             how = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"

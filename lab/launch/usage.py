@@ -102,7 +102,7 @@ def help_of(arguments: type, prog: str, every: bool = False) -> str:
         for name in names:
             lines += _lines_of(by_name[name])
     if not every:
-        lines += ["", f"--help-all (make run ARGS=--help-all) shows all {len(by_name)} options."]
+        lines += ["", f"--help-all instead of --help shows all {len(by_name)} options."]
     return "\n".join([*lines, ""])
 
 
@@ -141,4 +141,5 @@ def _lines_of(option: Action) -> list[str]:
 
 def _choices(metavar: str) -> str:
     """Return the values that an option takes, without None, which is no value to write."""
-    return metavar.replace("{None}|", "").replace(",None}", "}").replace(",", ", ")
+    values = metavar.replace("{None}|", "").replace(",None}", "}")
+    return values.replace(",", ", ") if "{" in values else values

@@ -26,7 +26,7 @@ def test_numbers_out_of_range_and_a_batch_that_ranks_do_not_divide_are_refused_i
     for name, value, sentence in (
         ("steps", -1, r"--steps -1: .*\."),
         ("epochs", -1, r"--epochs -1: .*\."),
-        ("batch_size", 25, r"--batch-size 25: 2 ranks .* equally; .* such as --batch-size 26"),
+        ("batch_size", 25, r"2 ranks cannot share a batch of 25 .* equally; .* such as --batch-size 26"),
     ):
         with pytest.raises(RankError, match="WorkbookError: " + sentence):
             run_ranks(lambda cluster: train_alone.main(cluster, train_alone.Args(**{name: value})), 2)

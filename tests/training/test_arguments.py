@@ -16,7 +16,7 @@ from training.run import Run
 NONSENSE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("naive", {"steps": 0}, ["--steps 0"]),
     ("naive", {"batch_size": 0}, ["--batch-size 0"]),
-    ("naive", {"batch_size": 13}, ["--batch-size 13: 2 ranks", "such as --batch-size 14."]),
+    ("naive", {"batch_size": 13}, ["2 ranks cannot share a batch of 13 ", "such as --batch-size 14."]),
     ("naive", {"batch_size": 10**30}, ["--batch-size 1000", "at most 1048576 examples"]),
     ("accumulation", {"grad_acc_steps": 5}, ["--grad-acc-steps", "6 examples"]),
     ("overlap", {"grad_acc_steps": 0}, ["--grad-acc-steps"]),

@@ -52,6 +52,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     [
         ("naive data_parallel_naive", "", "MODES: name at least two different RUN_MODEs"),
         ("comm zero1", "", "MODES: comm has no timeline to compare"),
+        ("zero1 zreo2", "", "MODES: There is no RUN_MODE 'zreo2': did you mean zero2"),
         ("zero1 zero2", "--json", "make compare itself adds --json and --trace"),
     ],
 )

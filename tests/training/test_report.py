@@ -11,6 +11,7 @@ from comm.transport import shared_memory
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
+from lab.what_changed import SHORT
 from tests import run_modes
 from tests.training.attempts import train
 from training import conclusion
@@ -65,6 +66,12 @@ def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
 
 def test_what_to_run_next_is_offered_there():
     named = {mode: re.findall(r"RUN_MODE=(\w+)|--([a-z-]+)", text) for mode, text in conclusion.NEXT.items()}
+    compared = {
+        mode: [SHORT[name] for name in re.findall(r"(\w+)[ ']", text.partition(" ARGS")[0])]
+        for mode, text in conclusion.NEXT.items()
+        if text.startswith("MODES")
+    }
+    assert all(mode in modes for mode, modes in compared.items())
     assert set(named) == {mode for mode, _, _ in run_modes.MODES} - {"comm", "point_to_point"}
     for mode, words in named.items():
         for other, option in words:
