@@ -22,6 +22,7 @@ import torch
 from _pytest.assertion import install_importhook
 from _pytest.config import _prepareconfig
 from hypothesis import settings
+from hypothesis.configuration import set_hypothesis_home_dir
 
 import tests.conftest  # noqa: F401  # the settings of all tests
 from exercises.catalog import PICKLE, Exercise
@@ -114,6 +115,7 @@ def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], N
     graded = settings.get_profile("workbook")  # the same examples in each check, which leave no file behind
     settings.register_profile("graded", graded, database=None, derandomize=True)
     settings.load_profile("graded")
+    set_hypothesis_home_dir(os.devnull)  # where no folder can be made
     keep_what_assertions_compare(exercise)
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
