@@ -22,7 +22,7 @@ from exercises.checker.inspect_file import problem_of, shown
 from exercises.checker.process import warm_up
 from exercises.find_the_bug import ORDER, Bug, bugs, lesson_of
 from exercises.names import all_exercises, exercise_named, typed
-from exercises.workspace import Progress, Workspace
+from exercises.workspace import Progress, Workspace, problem_of_submission
 
 POLL_SECONDS = 0.3
 MAX_PRINTED = 40  # lines
@@ -94,8 +94,8 @@ def fixed(space: Workspace) -> str:
 def check(space: Workspace, options: argparse.Namespace) -> int:
     exercises = EXERCISES if options.all else [chosen(space, options.name)]
     handed_in = Path(options.submission) if options.submission else None
-    if handed_in is not None and not handed_in.is_dir():
-        print(f"There is no folder {handed_in}.", file=sys.stderr)
+    if handed_in is not None and (problem := problem_of_submission(handed_in)):
+        print(problem, file=sys.stderr)
         return 2
     grades = []
     for exercise in exercises:

@@ -5,6 +5,7 @@ exercise is graded in a process of its own, as by `python -m exercises check`, a
 markers are its name and its lesson's folder; a bug that has a file or is asked for has its name and `bug`.
 """
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -91,14 +92,23 @@ def markers_of(exercise) -> tuple[str, str]:
 def pytest_addoption(parser):
     group = parser.getgroup("exercises")
     group.addoption("--submission", metavar="FOLDER", help="grade the files that are in this folder")
-    group.addoption("--exercise-report", metavar="FILE", help="write the grades to this file, as JSON")
+    group.addoption(
+        "--exercise-report", metavar="FILE", help="write the grades to a JSON file, or add rows to x.csv"
+    )
 
 
 def pytest_configure(config):
+    from exercises.catalog.exercise import LESSON_PACKAGES
+    from exercises.names import all_exercises, suggestion
+    from exercises.workspace import problem_of_submission
+
     config.stash[GRADES] = []
+    for name in re.findall(r"\w+", config.getoption("markexpr")):
+        if name not in ("and", "or", "not", "bug", *LESSON_PACKAGES, *all_exercises()):
+            raise pytest.UsageError(f"There is no exercise {name!r}{suggestion(name)}")
     folder = config.getoption("--submission")
-    if folder is not None and not Path(folder).is_dir():
-        raise pytest.UsageError(f"There is no folder {folder}.")
+    if folder is not None and (problem := problem_of_submission(Path(folder))):
+        raise pytest.UsageError(problem)
 
 
 def pytest_collect_file(file_path, parent):
@@ -119,5 +129,19 @@ def pytest_terminal_summary(terminalreporter, config):
         )
     summary = report(grades)
     terminalreporter.write_line(f"{summary['credit']:4.2f}  is the mean credit of {len(grades)}")
+    terminalreporter.write_line(f"{summary['solved']:4.2f}  of their minutes belong to right ones")
     if path := config.getoption("--exercise-report"):
-        Path(path).write_text(json.dumps(summary, indent=1) + "\n")
+        write_report(Path(path), summary, Path(config.getoption("--submission") or FOLDER).name)
+
+
+def write_report(file: Path, summary: dict, student: str) -> None:
+    """Write the report as JSON. If the file is a table, `x.csv`, add a row for each exercise."""
+    if file.suffix != ".csv":
+        file.write_text(json.dumps(summary, indent=1) + "\n")
+        return
+    columns = ("name", "state", "credit", "minutes")
+    with file.open("a", newline="") as table:
+        rows = csv.writer(table)
+        if not table.tell():
+            rows.writerow(("student", *columns))
+        rows.writerows((student, *map(row.get, columns)) for row in summary["exercises"])

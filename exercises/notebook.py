@@ -15,7 +15,7 @@ import cloudpickle
 
 from exercises.catalog import BY_NAME, PICKLE, Exercise, name_of
 from exercises.checker.explain import name_of as words_of
-from exercises.checker.grade import INVALID, Grade, judge
+from exercises.checker.grade import INVALID, PASSED, Grade, judge
 from exercises.find_the_bug import Bug
 from exercises.names import all_exercises, exercise_named, typed
 
@@ -45,7 +45,9 @@ def check(function: Callable[..., Any], name: str | None = None) -> Grade:
     else:
         result = Grade(exercise.name, INVALID, problem, failed=exercise.tests)
     others = [f"{words_of(test)}: {reason}" for test, reason in result.reasons.items()]
-    told = (f"{result.name}: {result.state}. {result.sentence}", result.drawing, *others)
+    told = [f"{result.name}: {result.state}. {result.sentence}", result.drawing, *others]
+    if result.state == PASSED:
+        told.append(f"A cell is no file: to hand the code in, save it in exercises/{exercise.file}.")
     print("\n".join(filter(None, told)))
     return result
 

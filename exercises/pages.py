@@ -17,6 +17,7 @@ from exercises.find_the_bug import Bug, bugs
 from lab.what_changed import steps_of
 
 MAP, COURSE = ROOT / "README.md", ROOT / "docs" / "course.md"
+READING = 30  # minutes for the files of one notebook
 BOOKS = {  # 04_naive_data_parallel: ("04 Naive data parallel", 40)
     file: (title, int(minutes))
     for title, file, minutes in re.findall(
@@ -129,7 +130,7 @@ PLANS = (
     Plan(
         "Four weeks",
         "An intensive course, with at most {hours} hours a week at home.",
-        8,
+        10,
         (
             ("Messages", "00 01 02 03"),
             ("Data parallel", "04 05"),
@@ -140,7 +141,7 @@ PLANS = (
     Plan(
         "Eight weeks",
         "A course of one lecture and one session a week, with at most {hours} hours at home.",
-        4,
+        5,
         (
             ("Ranks", "00 01"),
             ("Collectives and their cost", "02 03"),
@@ -180,7 +181,7 @@ PLANS = (
 def plan(course: Plan) -> str:
     """Return a course's heading, its table of weeks, and the commands that grade them."""
     grading = ["", "To grade a week, with `--submission` and `--exercise-report` as above:", "", "```bash"]
-    lines = ["| week | notebooks | exercises | bugs | minutes |", "|---|---|---|---|---:|"]
+    lines = ["| week | notebooks | exercises | bugs | minutes | closed |", "|---|---|---|---|---:|---|"]
     seen: list[str] = []  # the numbers of notebooks in all weeks so far
     chosen: list[Exercise] = []
     longest = 0
@@ -189,7 +190,7 @@ def plan(course: Plan) -> str:
         new = [book for book in books if book[:2] not in seen]
         shares = [each for book in books for each in share(book, seen.count(book[:2]), course)]
         pool = sorted(shares, key=EXERCISES.index)
-        left = course.hours * 60 - minutes_of(new)
+        left = course.hours * 60 - minutes_of(new) - READING * len(new)
         for of_a_bug in range(0, 35, 5):  # the minutes that exercises leave for each: as few as are enough
             written = those_that_fit(pool, left - of_a_bug * len(books))
             broken = list(bugs_for(books, written, chosen))
@@ -199,9 +200,10 @@ def plan(course: Plan) -> str:
         seen, chosen = [*seen, *taught.split()], [*chosen, *written, *broken]
         cells = [f"{week} {title}", ", ".join(book[:2] for book in new)]
         cells += [names_of(written), names_of(broken)]
-        minutes += minutes_of(new)
+        minutes += minutes_of(new) + READING * len(new)
+        files = dict.fromkeys(f"`{each.lesson.relative_to(ROOT)}`" for each in (*written, *broken))
         longest = max(longest, minutes)
-        lines.append(f"| {' | '.join([*cells, str(minutes)])} |")
+        lines.append(f"| {' | '.join([*cells, str(minutes), ', '.join(files)])} |")
         if asked := " or ".join(each.name for each in (*written, *broken)):
             grading.append(f'pytest exercises -m "{asked}"  # week {week}')
     text = course.text.format(hours=math.ceil(longest / 60))
@@ -235,14 +237,21 @@ def those_that_fit(pool: list[Exercise], minutes: int) -> list[Exercise]:
 
 
 def bugs_for(books: list[str], written: list[Exercise], before: list[Exercise]) -> Iterator[Bug]:
-    """Yield the easiest bug in a file of each notebook's exercises; for notebook 10, one in training/."""
+    """Yield for each notebook a bug in a file of its exercises; for notebook 10, one in training/.
+
+    A bug shows all of its function, so one that shows nothing of an exercise's solution comes first. Among
+    equals come first the bugs that the notebook names, and then the easiest.
+    """
+    solutions = tuple(f"{target}." for each in EXERCISES for target in each.targets)
     for book in books:
+        page = (ROOT / "notebooks" / f"{book}.ipynb").read_text("utf-8")
         files = {each.module for each in written if each.notebook == book}
-        for one in bugs():
-            is_about = one.module in files or (book[:2] == "10" and one.target.startswith("training."))
-            if is_about and one not in before:
-                yield one
-                break
+        found = [one for one in bugs() if one not in before and one.module in files]
+        if book[:2] == "10":
+            found = [one for one in bugs() if one.target.startswith("training.")]
+        yield from sorted(
+            found, key=lambda one: (f"{one.target}.".startswith(solutions), one.name not in page)
+        )[:1]
 
 
 def main() -> None:

@@ -10,8 +10,22 @@ from exercises.catalog import EXERCISES, Exercise
 from exercises.checker.grade import PASSED, Grade
 from exercises.find_the_bug import Bug, bugs
 from exercises.generate import generated, solution
+from exercises.names import all_exercises
 
 FOLDER = Path(__file__).resolve().parent
+
+
+def problem_of_submission(folder: Path) -> str | None:
+    """Return a sentence if there is no such folder, or if no file in it has an exercise's path."""
+    if not folder.is_dir():
+        return f"There is no folder {folder}."
+    known = {one.file for one in all_exercises().values()}
+    files = {file.relative_to(folder) for file in folder.rglob("*.py")}
+    if not files or files & known:
+        return None
+    roots = sorted(file.parent.parent for file in files if Path(*file.parts[-2:]) in known)
+    meant = f": did you mean {folder / roots[0]}?" if roots else f", such as {EXERCISES[0].file}."
+    return f"There is no exercise's file in {folder}{meant}"
 
 
 @dataclass

@@ -14,6 +14,7 @@ from exercises.checker.explain import Explanation, explain, load_error, most_tel
 from exercises.checker.inspect_file import problem_of
 from exercises.checker.process import Tests
 from exercises.find_the_bug import Bug
+from exercises.names import exercise_named
 
 LIMIT_SECONDS = 60.0  # of computing, for all tests of an exercise; on a busy machine that takes longer
 
@@ -115,6 +116,12 @@ def _agreement(tests: tuple[str, ...]) -> str:
 
 
 def report(grades: list[Grade]) -> dict:
-    """Return the report for graders. `credit` is the share of an exercise's tests that pass, or the mean."""
-    rows = [{**vars(g), "credit": round(g.credit, 3)} for g in grades]
-    return {"exercises": rows, "credit": round(sum(g.credit for g in grades) / len(grades), 3)}
+    """Return the report for graders. `credit` is the share of an exercise's tests that pass, or the mean.
+
+    `solved` has no partial credit: the minutes of the right exercises, as a share of the minutes of all.
+    """
+    minutes = {g.name: exercise_named(g.name).minutes for g in grades}
+    rows = [{**vars(g), "credit": round(g.credit, 3), "minutes": minutes[g.name]} for g in grades]
+    solved = sum(minutes[g.name] for g in grades if g.state == PASSED) / sum(minutes.values())
+    mean = sum(g.credit for g in grades) / len(grades)
+    return {"exercises": rows, "credit": round(mean, 3), "solved": round(solved, 3)}

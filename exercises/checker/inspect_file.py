@@ -5,10 +5,14 @@ import os
 from pathlib import Path
 
 from exercises.catalog import Exercise, name_of
+from exercises.catalog.exercise import LESSON_PACKAGES
 from exercises.find_the_bug import Bug, problem_of_bug
 from exercises.generate import generated, missing
 from exercises.lesson_source import definition, without_annotations
 from exercises.names import typed
+
+OURS = LESSON_PACKAGES | {"low_communication", "exercises", "tests", "benchmarks"}
+INTERFACE = {"comm.collectives", "comm.functions", "comm.point_to_point", "lab.ranks", "lab.trace"}
 
 
 def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
@@ -24,11 +28,17 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         text = error.msg if isinstance(error, SyntaxError) else str(error)
         return "invalid", f"{shown(file)}{line} is not Python: {text}."
+    stub = ast.parse(generated(exercise))
+    if closed := sorted(_imported(tree, exercise) - _imported(stub, exercise)):
+        return "invalid", (
+            f"{shown(file)} imports {closed[0]}. It may import what it imported at first, and "
+            f"from the workbook also {', '.join(sorted(INTERFACE - {exercise.module}))}."
+        )
     if isinstance(exercise, Bug):
         return problem_of_bug(exercise, tree, shown(file))
     kinds = (ast.FunctionDef, ast.ClassDef) if exercise.stub else ast.FunctionDef
     written = {n.name: n for n in tree.body if isinstance(n, kinds)}
-    stubs = {n.name: n for n in ast.parse(generated(exercise)).body if isinstance(n, kinds)}
+    stubs = {n.name: n for n in stub.body if isinstance(n, kinds)}
     for target in exercise.targets:
         name = name_of(target)
         if name not in written:
@@ -42,6 +52,19 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
             wanted, got = _signature(expected), _signature(written[name])
             return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
     return None
+
+
+def _imported(tree: ast.Module, exercise: Exercise) -> set[str]:
+    """Return what a file imports of the workbook, without the interface that is open to this exercise."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.name if one.asname else one.name.partition(".")[0] for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+    free = INTERFACE - {exercise.module}
+    ours = {name for name in found if name.partition(".")[0] in OURS}
+    return {name for name in ours if not free & {name, name.rpartition(".")[0]}}
 
 
 def shown(file: Path) -> str:

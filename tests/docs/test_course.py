@@ -37,6 +37,12 @@ def test_the_command_of_a_week_grades_its_exercises_and_its_bugs_in_a_fresh_clon
     assert set(found) == set(names.split(" or ")), done.stdout + done.stderr
 
 
+def test_a_name_in_a_weeks_command_that_is_no_exercise_is_refused():
+    command = [sys.executable, "-m", "pytest", "exercises", "-m", "bucket_layout or bukcet_views"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode and "'bukcet_views': did you mean bucket_views?" in done.stderr
+
+
 def test_a_term_has_every_exercise():
     term = PAGE.partition("### Fourteen weeks\n")[2]
     assert {exercise.name for exercise in EXERCISES} <= set(re.findall(r"`(\w+)`", term))

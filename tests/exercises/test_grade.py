@@ -32,6 +32,8 @@ def graded(folder, exercise: Exercise, text: str) -> Grade:
         ("def reduce_chunks", "def (", "is not Python: invalid syntax."),
         ("def reduce_chunks", "def renamed", "has no function `reduce_chunks`."),
         ("op: str) -> None:", "o: str) -> None:", "must be `reduce_chunks(wire, chunks, op)`, but"),
+        ("def reduce", "import comm.algorithms.ring as ring\ndef reduce", "imports comm.algorithms.ring. "),
+        ("def reduce", "from exercises import checker\ndef reduce", "imports exercises.checker. "),
     ],
 )
 def test_a_file_that_cannot_run_is_refused_before_any_test(tmp_path, old, new, sentence):

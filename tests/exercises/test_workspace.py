@@ -110,6 +110,14 @@ def test_without_the_workbooks_libraries_it_says_what_to_type():
     assert 'make exercises ARGS="watch zero1"' in done.stderr and "activate" in done.stderr
 
 
+def test_a_folder_whose_files_are_in_other_places_is_refused_with_the_one_that_was_meant(tmp_path, capsys):
+    file = tmp_path / "exercises" / FIRST.file
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert main(["check", FIRST.name, "--submission", str(tmp_path)]) == 2
+    assert f"did you mean {tmp_path / 'exercises'}?" in capsys.readouterr().err
+
+
 def test_what_was_handed_in_is_graded_with_credit_and_the_graders_progress_stays(tmp_path, capsys):
     gpipe, space = BY_NAME["pipeline_gpipe"], Workspace(tmp_path / "own")
     handed_in = tmp_path / "handed_in"
