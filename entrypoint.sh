@@ -34,6 +34,10 @@ pipeline_native                        pipeline_parallel/train_torch_pipelining.
 context_ring                           context_parallel/train_ring_attention.py        a sequence is cut among the ranks, and keys and values travel round a ring while attention is computed
 context_all_to_all                     context_parallel/train_all_to_all_attention.py  a sequence is cut everywhere but in attention, where the heads are cut: an all-to-all on each side
 expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks
+local_sgd                              low_communication/train_local_sgd.py            each rank trains some steps alone, and then the ranks average their parameters
+diloco                                 low_communication/train_diloco.py               each rank trains some steps alone, and an outer optimizer takes a step with the mean change
+data_parallel_compressed               low_communication/train_compressed.py           buckets of gradients that are compressed: fewer bits, fewer numbers, or thin matrices
+hsdp                                   low_communication/train_hsdp.py                 shards within a machine, and a replica on each machine
 hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks
 hybrid_elastic                         hybrid_parallel/elastic/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
 hybrid_elastic_mesh                    hybrid_parallel/elastic/train_elastic_mesh.py         a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint

@@ -41,6 +41,7 @@ _FIRST = {  # what to look at first, by the beginnings of targets in the order o
     "context_parallel": "With 2 ranks and 4 tokens, write down which query meets which keys, and where.",
     "expert_parallel": "With 2 ranks and 2 experts, follow a token there and back, and then its gradient.",
     "hybrid_parallel": "Take small numbers, compute the result on paper, and compare it with the function's.",
+    "low_communication": "With 2 ranks and 2 steps, write down what each has sent, and what it still owes.",
     "training": "Follow what two ranks do next if what the function reads is not the same on both.",
     "lab": "Take the smallest input that shows the symptom, and print what the function has after each line.",
 }

@@ -15,6 +15,7 @@ FLOORS = (
     {"training"},
     {"data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"},
     {"zero"},
+    {"low_communication"},
     {"hybrid_parallel"},
 )
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}

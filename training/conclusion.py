@@ -36,6 +36,11 @@ NEXT = {
     "context_ring": "RUN_MODE=context_all_to_all sends the heads instead of keys and values.",
     "context_all_to_all": "RUN_MODE=context_ring works with more ranks than heads.",
     "expert_parallel": "ARGS='--balance bias' balances the experts without a loss.",
+    "local_sgd": "RUN_MODE=diloco gives the ranks' mean change to an outer optimizer.",
+    "diloco": "ARGS='--fragments 4 --delay 2' sends a part at a time, while the training goes on.",
+    "data_parallel_compressed": "MODES='buckets data_parallel_compressed' ARGS='--link 200mbit --steps 20' "
+    "compares it with gradients that are not compressed, on the same slow link.",
+    "hsdp": "MODES='zero3 hsdp' ARGS='--steps 10' compares it with shards among all ranks.",
     "hybrid": "WORLD_SIZE=8 also has two replicas.",
     "hybrid_elastic": "RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.",
     "hybrid_elastic_mesh": "RUN_MODE=hybrid trains on a mesh without deaths.",

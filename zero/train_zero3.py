@@ -150,11 +150,15 @@ class Unit:
             work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True, pattern=self.pattern)
         self._reducing = mine, work
 
-    def wait_for_gradients(self) -> None:
-        """Wait for this rank's part of the mean gradients, and add it to that of earlier microbatches."""
+    def wait_for_gradients(self) -> Tensor:
+        """Wait for this rank's part of the mean gradients, and return it."""
         mine, work = self._reducing
         del self._reducing
         work.wait()
+        return mine
+
+    def add_gradients(self, mine: Tensor) -> None:
+        """Add this rank's part of the mean gradients to that of earlier microbatches."""
         # copy=True: a view would keep all of the full gradients in memory.
         self.layout.add_gradient(self.shards, mine.to(self.shard.dtype, copy=True))
 
@@ -190,6 +194,10 @@ class ShardedModule(nn.Module):
         inputs, options = tree_map_only(Tensor, partial(cast, dtype=self.compute_dtype), (inputs, options))
         outputs = self.module(*inputs, **options)
         return tree_map_only(Tensor, partial(cast, dtype=self.units[0].shard.dtype), outputs)
+
+    def _complete(self, unit: Unit) -> None:
+        """Wait for the mean gradients of a unit, and give them to its shards."""
+        unit.add_gradients(unit.wait_for_gradients())
 
     def names(self) -> dict[Tensor, list[str]]:
         """Return the names of each full parameter in the wrapped module; a tied one has several."""
@@ -365,7 +373,7 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in block:
             if unit.layout.is_trained:
                 if len(self._in_flight) == MOST_IN_FLIGHT:
-                    self._in_flight.popleft().wait_for_gradients()
+                    self._complete(self._in_flight.popleft())
                 unit.reduce_scatter()
                 self._in_flight.append(unit)
 
@@ -380,7 +388,7 @@ class FullyShardedDataParallel(ShardedModule):
         self._reduce(self.blocks[0])
         self._current = []
         while self._in_flight:
-            self._in_flight.popleft().wait_for_gradients()
+            self._complete(self._in_flight.popleft())
         self._expects_backward = self._has_backward = False
         self._guard.expect_gradients()
 

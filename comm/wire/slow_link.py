@@ -9,7 +9,8 @@ alpha-beta model predicts (comm/cost.py). So the cores are as free as with a rea
 point-to-point message carries the time at which it would arrive, and its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
-network card. The simulation cannot make a link faster than the machine is.
+network card. A group that stands for the ranks of one machine can be spared (`spare`). The simulation cannot
+make a link faster than the machine is.
 """
 
 import time
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from comm.wire.work_queue import GroupQueue
+from comm.wire.wire import Group
+from comm.wire.work_queue import GroupQueue, queue_of
 from lab import units
 from lab.launch.errors import WorkbookError
 from lab.trace import timeline
@@ -54,6 +56,11 @@ def current() -> Link | None:
     return _link
 
 
+def spare(group: Group) -> None:
+    """Let the collectives of this group, whose ranks stand for one machine, be as fast as they are."""
+    queue_of(group).is_spared = True
+
+
 @contextmanager
 def slowed(link: Link | None) -> Iterator[None]:
     before = _link
@@ -73,7 +80,7 @@ class LinkDelay:
 
     def __init__(self, queue: GroupQueue, posted: int, seconds_on: Callable[[Link], float]) -> None:
         self._queue, self._cost, self.ready = queue, 0, 0
-        if _link is not None:
+        if _link is not None and not queue.is_spared:
             self._cost, self.ready = int(seconds_on(_link) * 1e9), max(posted, queue.link_free_at)
         self._start = self.ready
 

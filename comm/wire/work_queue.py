@@ -85,7 +85,8 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
-        self.link_free_at = 0  # the time at which the simulated link (slow_link.py) is free, in nanoseconds
+        self.is_spared = False  # by the simulated link (slow_link.py)
+        self.link_free_at = 0  # the time at which this link is free, in nanoseconds
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:
         """Queue `job(sequence)`. Without `async_op`, wait for its end, and raise its error."""

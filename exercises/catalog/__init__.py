@@ -6,6 +6,7 @@ from exercises.catalog import (
     data_parallel,
     expert_parallel,
     hybrid_parallel,
+    low_communication,
     pipeline_parallel,
     tensor_parallel,
     zero,
@@ -21,6 +22,7 @@ LESSONS = (
     hybrid_parallel,
     context_parallel,
     expert_parallel,
+    low_communication,
 )
 EXERCISES: tuple[Exercise, ...] = tuple(one for lesson in LESSONS for one in lesson.EXERCISES)
 BY_NAME = {exercise.name: exercise for exercise in EXERCISES}

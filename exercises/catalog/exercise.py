@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PICKLE = ".pickle"  # the ending of a file with functions that were defined in a notebook
 LESSON_PACKAGES = {
     *("lab", "comm", "training", "data_parallel", "zero", "tensor_parallel", "pipeline_parallel"),
-    *("context_parallel", "expert_parallel", "hybrid_parallel"),
+    *("context_parallel", "expert_parallel", "low_communication", "hybrid_parallel"),
 }
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+BACKGROUND = "background"  # the axis of a group whose messages may also leave between two steps
+
 
 @dataclass(frozen=True)
 class Traffic:

@@ -25,7 +25,7 @@ from rich.text import Text
 from torch import Tensor
 
 from lab.cluster import Cluster
-from lab.trace.ledger import LEDGER, Entry, Traffic
+from lab.trace.ledger import BACKGROUND, LEDGER, Entry, Traffic
 from lab.trace.stream_clock import time_when_done
 
 PROGRESS_SECONDS = 2.0  # between two progress lines
@@ -65,18 +65,21 @@ class Meter:
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
         self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
+        self._at_end = LEDGER.rows()  # of the last step
         self._peak: int | None = None
         reset_peak_memory(cluster.device)
 
     @contextmanager
     def step(self) -> Iterator[StepRecord]:
         """Time one step, unless it raises, and show progress."""
-        before = LEDGER.rows()
+        before = {entry: sent for entry, sent in LEDGER.rows().items() if entry.axis != BACKGROUND}
+        before |= {entry: sent for entry, sent in self._at_end.items() if entry.axis == BACKGROUND}
         # Kernels still queued belong to the step that launched them.
         record, start_ns = StepRecord(), time_when_done(self._cluster.device)
         yield record
         self.windows.append((start_ns, time_when_done(self._cluster.device)))
-        for entry, traffic in LEDGER.rows().items():
+        self._at_end = LEDGER.rows()
+        for entry, traffic in self._at_end.items():
             new = traffic - before.get(entry, Traffic())
             if new != Traffic():
                 self.traffic[entry] = self.traffic.get(entry, Traffic()) + new

@@ -67,7 +67,7 @@ def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
 def test_what_to_run_next_is_offered_there():
     named = {mode: re.findall(r"RUN_MODE=(\w+)|--([a-z-]+)", text) for mode, text in conclusion.NEXT.items()}
     compared = {
-        mode: [SHORT[name] for name in re.findall(r"(\w+)[ ']", text.partition(" ARGS")[0])]
+        mode: [SHORT.get(name, name) for name in re.findall(r"(\w+)[ ']", text.partition(" ARGS")[0])]
         for mode, text in conclusion.NEXT.items()
         if text.startswith("MODES")
     }

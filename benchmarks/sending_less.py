@@ -1,0 +1,246 @@
+"""Measure how long each way to send less takes to the loss that bucket overlap reaches.
+
+    python benchmarks/sending_less.py                        a table; --json for one JSON line
+    python benchmarks/sending_less.py --quick                one seed, three methods, fewer steps
+    python benchmarks/sending_less.py --plot less.png        also loss against seconds, bytes and steps
+    python benchmarks/sending_less.py --size 13m --steps 100 --seeds 0
+
+Four ranks train a GPT on text with AdamW. A link does not change what is trained, so each method is trained
+once for each seed, at the machine's own speed, until its loss on held-out data is the one of bucket overlap
+after `--steps` steps. Then the time of a step is measured on each link (comm/wire/slow_link.py): the mean
+over whole rounds of H steps, with all that a method computes for itself. The product of steps and time is the
+time to the loss. `--whole 200mbit` trains the first seed on that link from the first step to the last, to
+show that the product is right.
+
+A method that does not reach the loss within four times the steps has no ratio.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from benchmarks import side_by_side
+from benchmarks.side_by_side import Rows
+from comm.collectives import barrier
+from comm.exchange import exchange
+from comm.wire import slow_link
+from data_parallel.train_bucket_overlap import BucketDataParallel
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.text import rank_slice
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from low_communication.train_compressed import CompressedDataParallel
+from low_communication.train_diloco import DiLoCo
+from low_communication.train_local_sgd import LocalSGD
+from training.arguments import Size
+from training.data import TrainingData, seed_step
+from training.evaluation import evaluating, held_out_means, sums_of
+
+RANKS = 4
+BATCH = 24  # examples of a step, over all ranks
+MOST = 4  # times the steps of bucket overlap
+LINKS = ("200mbit", "1gbit", "loopback")
+METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
+    "bucket_overlap": {},
+    "bf16": {"compress": "bf16"},
+    "int8": {"compress": "int8"},
+    "int8, no error feedback": {"compress": "int8", "error_feedback": False},
+    "powersgd": {"compress": "powersgd"},
+    "topk": {"compress": "topk"},
+    "topk, no error feedback": {"compress": "topk", "error_feedback": False},
+    "local_sgd 8": {"sync_every": 8},
+    "local_sgd 32": {"sync_every": 32},
+    "diloco 32": {"sync_every": 32, "outer_lr": 0.7},
+    "diloco 64": {"sync_every": 64, "outer_lr": 0.7},
+}
+QUICK = ("bucket_overlap", "int8", "powersgd", "diloco 32")
+Curve = list[tuple[int, float, int]]  # steps, loss on held-out data, bytes that a rank has sent
+
+
+@dataclasses.dataclass
+class Args(side_by_side.Args):
+    """Measure the time to a loss of training that sends less."""
+
+    size: Size = "8layers"
+    """Size of the GPT (lab/models/model.py)."""
+    steps: int = 400
+    """Number of steps after which the loss of bucket overlap is the one to reach."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of weights and batches. The table has medians over them."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Names of the methods to measure."""
+    whole: str | None = None
+    """Link on which the first seed is trained as a whole."""
+    plot: Path | None = None
+    """Draw loss against seconds, bytes and steps into this file."""
+
+
+class Trainer:
+    """Trains a GPT by one method; `round` is the number of steps after which the method repeats itself."""
+
+    def __init__(self, cluster: Cluster, method: str, size: Size, seed: int) -> None:
+        self.rank, self.ranks, self.seed, options = cluster.rank, cluster.world_size, seed, METHODS[method]
+        config = GPTConfig.named(size)
+        self.data = TrainingData("gpt", BATCH, seed, config.block_size)
+        gpt = GPT(config, seed=seed)
+        self.model: Any
+        if "outer_lr" in options:
+            self.model = DiLoCo(gpt, **options)
+        elif "sync_every" in options:
+            self.model = LocalSGD(gpt, **options)
+        elif "compress" in options:
+            self.model = CompressedDataParallel(gpt, **options)
+        else:
+            self.model = BucketDataParallel(gpt)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.round, self.steps = options.get("sync_every", 1), 0
+
+    def step(self) -> None:
+        seed_step(self.seed, self.steps, self.rank)
+        x, y = (rank_slice(part, self.rank, self.ranks) for part in self.data.batch(self.steps))
+        self.optimizer.zero_grad()
+        loss_of(self.model(x), y).backward()
+        if isinstance(self.model, BucketDataParallel):
+            self.model.finish_gradient_sync()
+        self.optimizer.step()
+        if isinstance(self.model, LocalSGD):
+            self.model.after_step(self.optimizer)
+        elif isinstance(self.model, DiLoCo):
+            self.model.after_step()
+        self.steps += 1
+
+    def held_out_loss(self) -> float:
+        batches = (
+            tuple(rank_slice(part, self.rank, self.ranks) for part in batch) for batch in self.data.held_out()
+        )
+        with evaluating(self.model), LEDGER.paused(), slow_link.slowed(None):
+            tokens, device = self.data.held_out_tokens, torch.device("cpu")
+            sums = lambda x, y, counts: sums_of(self.model(x), y, counts)  # noqa: E731
+            return held_out_means(batches, sums, tokens, device, "ring")[0]  # type: ignore[arg-type]
+
+
+def curve_of(
+    cluster: Cluster, method: str, size: Size, seed: int, steps: int, goal: float | None, link: str | None
+) -> tuple[Curve, float]:
+    """Train until the loss is `goal`, or for `steps` steps; return the curve and the seconds of steps."""
+    slow_link.use(None if link is None else slow_link.parse(link))
+    trainer = Trainer(cluster, method, size, seed)
+    every = max(trainer.round, 16)
+    curve: Curve = []
+    before, seconds = LEDGER.total().bytes_sent, 0.0
+    while not curve or (curve[-1][0] < steps and (goal is None or curve[-1][1] > goal)):
+        start = time.perf_counter()
+        for _ in range(every):
+            trainer.step()
+        seconds += time.perf_counter() - start
+        curve.append((trainer.steps, trainer.held_out_loss(), LEDGER.total().bytes_sent - before))
+    return curve, seconds
+
+
+def seconds_of_step(cluster: Cluster, method: str, size: Size, links: list[str]) -> dict[str, float]:
+    """Return the mean seconds of a step on each link, over rounds; the slowest rank's."""
+    trainer, found = Trainer(cluster, method, size, 0), {}
+    for _ in range(2 * min(trainer.round, 2)):
+        trainer.step()
+    for link in links:
+        while trainer.steps % trainer.round:
+            trainer.step()
+        slow_link.use(None if link == "loopback" else slow_link.parse(link))
+        number = trainer.round * -(-8 // trainer.round)
+        with slow_link.slowed(None):
+            barrier()
+        start = time.perf_counter()
+        for _ in range(number):
+            trainer.step()
+        found[link] = max(exchange(time.perf_counter() - start)) / number
+    return found
+
+
+def steps_to(curve: Curve, goal: float) -> float | None:
+    """Return the number of steps, interpolated, after which the loss is `goal`; None: it never is."""
+    before: tuple[int, float, int] | None = None
+    for now in curve:
+        if now[1] <= goal:
+            if before is None:
+                return now[0]
+            return before[0] + (before[1] - goal) / (before[1] - now[1]) * (now[0] - before[0])
+        before = now
+    return None
+
+
+def curves_of(args: Args, seed: int, link: str | None = None) -> dict[str, tuple[Curve, float]]:
+    """Return the curve of each method, and the seconds of its steps, as far as bucket overlap's loss."""
+    found: dict[str, tuple[Curve, float]] = {}
+    goal = None
+    for method in args.methods:
+        steps = args.steps * (1 if goal is None else MOST)
+        how = method, args.size, seed, steps, goal, link
+        found[method] = run_ranks(curve_of, RANKS, *how, timeout=7200)[0]
+        goal = found["bucket_overlap"][0][-1][1]
+        steps_taken = steps_to(found[method][0], goal)
+        said = "never" if steps_taken is None else f"after {steps_taken:.0f} steps"
+        print(f"seed {seed}, {method}: loss {goal:.4f} {said}", file=sys.stderr, flush=True)
+    return found
+
+
+def main(args: Args) -> None:
+    if args.methods[:1] != ("bucket_overlap",) or not set(args.methods) <= set(METHODS):
+        raise WorkbookError(f"--methods: bucket_overlap comes first, then some of {', '.join(METHODS)}.")
+    if args.quick:
+        args = dataclasses.replace(args, steps=64, seeds=args.seeds[:1], methods=QUICK)
+    by_seed = [curves_of(args, seed) for seed in args.seeds]
+    seconds = {
+        method: run_ranks(seconds_of_step, RANKS, method, args.size, list(LINKS), timeout=3600)[0]
+        for method in args.methods
+    }
+    rows: Rows = []
+    for link in LINKS:
+        for method in args.methods[1:]:
+            steps = [steps_to(curves[method][0], curves["bucket_overlap"][0][-1][1]) for curves in by_seed]
+            reached = [number for number in steps if number is not None]
+            if len(reached) == len(steps):
+                ours = statistics.median(reached) * seconds[method][link]
+                theirs = args.steps * seconds["bucket_overlap"][link]
+                rows.append(side_by_side.row(method, "bucket_overlap", ours, theirs, ranks=RANKS, link=link))
+    if args.whole is not None:
+        whole = curves_of(args, args.seeds[0], args.whole)
+        theirs = whole["bucket_overlap"][1]
+        for method in args.methods[1:]:
+            link = f"{args.whole}, whole"
+            ours = whole[method][1]
+            rows.append(side_by_side.row(method, "bucket_overlap", ours, theirs, ranks=RANKS, link=link))
+    if args.plot is not None:
+        draw(by_seed[0], seconds, args.plot)
+    side_by_side.show("sending_less", rows, args, f"seconds to the loss of bucket overlap, GPT {args.size}")
+
+
+def draw(curves: dict[str, tuple[Curve, float]], seconds: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw loss against steps, bytes, and seconds on the slowest and on the fastest link."""
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    links = LINKS[0], LINKS[1]
+    titles = ["steps", "MB that a rank has sent", *(f"seconds at {link}" for link in links)]
+    for axes, title in zip(figure.subplots(1, 4, sharey=True), titles, strict=True):
+        for method, (curve, _) in curves.items():
+            steps = [point[0] for point in curve]
+            x: list[float] = {"steps": steps, "MB that a rank has sent": [p[2] / 1e6 for p in curve]}.get(
+                title, [number * seconds[method][title.removeprefix("seconds at ")] for number in steps]
+                if title.startswith("seconds") else []
+            )  # fmt: skip
+            axes.plot(x, [point[1] for point in curve], label=method, linewidth=1)
+        axes.set_xlabel(title)
+        axes.set_xscale("log" if title.startswith("MB") else "linear")
+    figure.axes[0].set_ylabel("loss on held-out data")
+    figure.axes[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    side_by_side.start(__file__)

@@ -1,0 +1,1 @@
+"""Wrong implementations of what sends less."""

@@ -1,0 +1,168 @@
+"""Compressed gradients: buckets as in lesson 2, of which less is sent, and an error that is sent later.
+
+      gradient + what remained  ──►  compress  ──►  sent            ──►  mean over ranks  ──►  optimizer
+               ▲                        │
+               └────── what remains ◄───┘           for the next step, on this rank
+
+A compressor (compressors.py) sends about the gradient. What it leaves out is not lost with *error feedback*:
+each rank keeps the difference, and adds it to its gradient in the next step. So the sum of all that was sent
+up to a step is the sum of the gradients up to then, but for the last difference:
+
+      sent + what remains = gradient + what remained before
+
+The buckets, and when they are complete, are those of train_bucket_overlap.py. But a compressor has several
+collectives one after another, with arithmetic in between, so a bucket cannot be left to one asynchronous
+all-reduce. One thread of the rank works on the buckets in their order, which is the same on all ranks, while
+the backward computes. Each compressor's bytes are in compressors.py. A step takes, if nothing else is slower,
+
+      max(backward, time on the wire of the compressed bytes + time to compress)
+
+With less on the wire, the time to compress counts, and each step learns less from its gradient: what pays is
+the time to a loss, and not the time of a step (benchmarks/sending_less.py).
+
+Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, and, with a proof,
+Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847. torch has
+communication hooks for its DistributedDataParallel: `bf16_compress_hook`, `powerSGD_hook`.
+"""
+
+import contextlib
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from comm.collectives import Group
+from comm.script import start
+from data_parallel.train_bucket_overlap import Bucket, BucketArgs, BucketDataParallel
+from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
+from lab.cluster import Cluster
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
+from low_communication.compressors import COMPRESSORS, Compressor
+from training.run import Run
+
+
+class CompressedDataParallel(BucketDataParallel):
+    """Wraps a module that every rank of `group` holds, and averages its compressed gradients over the ranks.
+
+    It is used as BucketDataParallel. After `finish_gradient_sync()`, every `param.grad` is about the mean
+    over ranks, and the same on all ranks. `compress` is a name of COMPRESSORS, and `options` are that
+    compressor's.
+    With `error_feedback=False` a rank forgets what it has not sent.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compress: str = "int8",
+        group: Group = None,
+        pattern: str | None = None,
+        bucket_mb: float = 1.0,
+        error_feedback: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, group, pattern, bucket_mb)
+        self.compressors: dict[Bucket, Compressor] = {
+            bucket: COMPRESSORS[compress]([p.shape for p in bucket.views], group, pattern, **options)
+            for bucket in self.buckets
+        }
+        self.error_feedback = error_feedback
+        self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Let the thread average the bucket, after those before it, while the backward continues."""
+        for parameter in bucket.missing:  # not used on this rank, but other ranks may have
+            bucket.move_in(parameter)
+        self.in_flight.append(self._thread.submit(self._average, bucket))
+
+    @torch.no_grad()
+    def _average(self, bucket: Bucket) -> None:
+        """Replace the bucket by about its mean over ranks, and keep what this rank has not sent."""
+        with span("compress", "compress", bytes=bucket.flat.nbytes):
+            if bucket in self.remaining:
+                bucket.flat += self.remaining[bucket]
+            gradient = bucket.flat.clone()
+            sent = self.compressors[bucket].mean(bucket.flat)
+            if self.error_feedback:
+                self.remaining[bucket] = gradient.sub_(sent)
+
+    def finish_gradient_sync(self) -> None:
+        """Launch the buckets that no hook has launched, and wait for all of them."""
+        while self._to_launch:
+            self._launch(self._to_launch.popleft())
+        with span("wait", "wait"):
+            for averaged in self.in_flight:
+                averaged.result()
+        self._expect_gradients()
+
+
+@dataclasses.dataclass
+class CompressedArgs(BucketArgs):
+    """Compressed gradients: buckets of which less is sent, and an error that is sent later."""
+
+    in_sight: ClassVar[set[str]] = {
+        *("steps", "batch_size", "size", "compress", "error_feedback", "topk_share", "powersgd_rank"),
+        *("bucket_mb", "link", "trace", "verbose", "json"),
+    }
+
+    compress: Literal["float32", "bf16", "int8", "topk", "powersgd"] = "int8"
+    """Compressor: bf16 and int8 send fewer bits of each number, topk fewer numbers, powersgd two thin
+    matrices in place of each matrix; float32 compresses nothing."""
+    error_feedback: bool = True
+    """Add what a step has not sent to the gradient of the next one."""
+    topk_share: float = 0.01
+    """Number from 0 to 1: the share of the numbers that topk sends."""
+    powersgd_rank: int = 4
+    """Number of columns of powersgd's matrices."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the compressor."""
+        own = {"topk": {"share": self.topk_share}, "powersgd": {"rank": self.powersgd_rank}}
+        return own.get(self.compress, {})
+
+
+def traffic_per_step(model: CompressedDataParallel) -> Traffic:
+    """Return what this rank is expected to send in a step."""
+    return sum((compressor.traffic() for compressor in model.compressors.values()), Traffic())
+
+
+def main(cluster: Cluster, args: CompressedArgs) -> None:
+    run = Run(cluster, args, "data_parallel_compressed")
+    model = CompressedDataParallel(
+        run.model(), args.compress, None, run.pattern, args.bucket_mb, args.error_feedback, **args.options()
+    )
+    optimizer = run.optimizer(model)
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            parts = microbatches(x, y, args.grad_acc_steps)
+            with run.step() as record:
+                num_targets = run.valid_targets(y)
+                optimizer.zero_grad()
+                total = torch.zeros((), device=cluster.device)
+                for i, (x, y) in enumerate(parts):
+                    is_last = i == len(parts) - 1
+                    with contextlib.nullcontext() if is_last else model.no_sync():
+                        with span("forward", "forward"):
+                            loss = loss_of(model(x), y, num_targets)
+                        with span("backward", "backward"):
+                            loss.backward()
+                    total += loss.detach()
+                model.finish_gradient_sync()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                record.loss = run.mean_loss(total)
+            run.expect_traffic(traffic_per_step(model))
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    share = traffic_per_step(model).bytes_sent / max(1, uncompressed(model, run.pattern).bytes_sent)
+    run.finish(model, buckets=len(model.buckets), bytes_share=share)
+
+
+if __name__ == "__main__":
+    start(main, CompressedArgs)

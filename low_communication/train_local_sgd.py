@@ -1,0 +1,166 @@
+"""Local SGD: each rank trains H steps alone, and then the ranks average their parameters.
+
+      rank 0   ── step ── step ── step ── step ──┐               ┌── step ── ...
+      rank 1   ── step ── step ── step ── step ──┼── average ────┼── step ── ...
+      rank 2   ── step ── step ── step ── step ──┘               └── step ── ...
+                                     H = 4
+
+Data parallelism averages gradients, so it communicates in each step. Here the ranks communicate once in H
+steps, and then the same number of bytes:
+
+      bytes of a step     2 (n-1)/n P / H         P: bytes of all parameters, in a ring of n ranks
+      time of a step      computing + time on the wire / H
+
+In between each rank takes steps with the gradients of its own examples only, and the replicas drift apart
+(train_alone.py). With H = 1 and plain SGD nothing drifts, because the mean of the ranks' parameters is the
+old parameters less lr times the mean gradient: that is data parallelism. With more steps the two differ. A
+rank's second gradient is computed where its first step has led, and the other ranks have gone elsewhere. So
+averaging parameters is not averaging gradients, and a step learns less, the more the longer H is.
+
+The optimizer's state (momentum, Adam's two averages) is of gradients of one rank. By default each rank keeps
+its own: it is an average over several steps anyway, and to send it would double (momentum) or treble (Adam)
+the bytes. `average_state=True` averages it, too.
+
+Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767; the
+same idea as federated averaging, McMahan et al., AISTATS 2017. torch has `PeriodicModelAverager`.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from comm.collectives import Group, all_reduce, broadcast
+from comm.cost import expected_traffic
+from comm.script import start
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import loss_of
+from lab.trace.ledger import Traffic
+from lab.trace.timeline import span
+from training.arguments import OPTIMIZERS, Args, NotOffered
+from training.guard import Guard
+from training.run import Run
+from training.valid_targets import count_valid
+
+
+class LocalSGD(nn.Module):
+    """Wraps a module that every rank of `group` trains alone, and averages its parameters every H steps.
+
+    Call `after_step(optimizer)` after each step of the optimizer: it averages when `sync_every` steps are
+    done, and then returns True. `average(optimizer)` does so at once; call it after the last step. With
+    `average_state` the optimizer's state is averaged with the parameters: all ranks must then have used the
+    same parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sync_every: int,
+        group: Group = None,
+        pattern: str | None = None,
+        average_state: bool = False,
+    ) -> None:
+        super().__init__()
+        if sync_every < 1:
+            raise WorkbookError(f"sync_every is {sync_every}; it is a number of steps, at least 1.")
+        self.module, self.sync_every, self.group, self.pattern = module, sync_every, group, pattern
+        self.average_state = average_state
+        self.steps = 0  # since the last average
+        self._guard = Guard(module)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor.data, root=0, group=group)
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        self._guard.before_forward()
+        return self.module(*inputs, **named_inputs)
+
+    def after_step(self, optimizer: Optimizer) -> bool:
+        """Count a step; after every `sync_every` steps average, and return True."""
+        self.steps += 1
+        if self.steps < self.sync_every:
+            return False
+        self.average(optimizer)
+        return True
+
+    @torch.no_grad()
+    def average(self, optimizer: Optimizer) -> None:
+        """Replace what this rank trains by the mean over ranks, in one message."""
+        tensors = self.averaged(optimizer)
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with span("average", "wait"):
+            all_reduce(flat, "mean", self.group, pattern=self.pattern)
+        for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+        self.steps = 0
+
+    def averaged(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the tensors to average: parameters, and perhaps what the optimizer keeps of each."""
+        tensors = [parameter.data for parameter in self.trained]
+        if self.average_state:
+            kept = [optimizer.state[parameter] for parameter in self.trained]
+            tensors += [value for state in kept for value in state.values() if value.dim() > 0]
+        return tensors
+
+
+@dataclasses.dataclass
+class LocalArgs(Args):
+    """Local SGD: each rank trains some steps alone, and then the ranks average their parameters."""
+
+    sync_every: int = 8
+    """Number H of steps that a rank trains alone before the ranks average."""
+    optimizer: Literal["adamw", "momentum", "sgd"] = "adamw"
+    """Optimizer of each rank."""
+    checkpoint: NotOffered = None  # between two averages each rank has another model
+    resume: NotOffered = None
+    auto_resume: NotOffered = None
+    metronome: NotOffered = None
+
+
+@dataclasses.dataclass
+class LocalSGDArgs(LocalArgs):
+    """Local SGD: each rank trains some steps alone, and then the ranks average their parameters."""
+
+    average_state: bool = False
+    """Average the optimizer's state, too."""
+
+
+def traffic_of_average(model: LocalSGD, optimizer: Optimizer) -> Traffic:
+    """Return what this rank is expected to send when the ranks average."""
+    numel = sum(tensor.numel() for tensor in model.averaged(optimizer))
+    return expected_traffic("all_reduce", model.pattern, numel, 4, model.group)
+
+
+def main(cluster: Cluster, args: LocalSGDArgs) -> None:
+    run = Run(cluster, args, "local_sgd")
+    model = LocalSGD(run.model(), args.sync_every, None, run.pattern, args.average_state)
+    optimizer_class, options, _ = OPTIMIZERS[args.optimizer]
+    optimizer = optimizer_class(model.parameters(), lr=args.lr, **options)
+    with run.checkpointing(model, optimizer) as first:
+        for step in range(first, args.steps):
+            x, y = run.batch(step)
+            with run.step() as record:
+                optimizer.zero_grad()
+                with span("forward", "forward"):
+                    loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+                with span("backward", "backward"):
+                    loss.backward()
+                with span("step", "optimizer"):
+                    optimizer.step()
+                averaged = model.after_step(optimizer)
+                if step + 1 == args.steps and not averaged:
+                    model.average(optimizer)
+                    averaged = True
+                record.loss = run.mean_loss(loss) if averaged else loss  # in between rank 0's own
+            sent = traffic_of_average(model, optimizer) if averaged else Traffic()
+            run.expect_traffic(sent, has_mean_loss=not averaged)
+            run.evaluate(step, model)
+            run.stop_if_asked(step)
+    run.finish(model)
+
+
+if __name__ == "__main__":
+    start(main, LocalSGDArgs)
