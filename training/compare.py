@@ -81,7 +81,7 @@ def not_hidden(figures: Figures) -> float:
     return float(figures["communication_seconds"] * (1 - figures["hidden_share"]))
 
 
-COLUMNS: dict[str, Callable[[Figures], str]] = {
+ROWS: dict[str, Callable[[Figures], str]] = {
     "step": lambda f: units.show_seconds(f["step_seconds"]),
     "computing": lambda f: units.show_seconds(f["compute_seconds"]),
     "communication": lambda f: units.show_seconds(f["communication_seconds"]),
@@ -96,15 +96,15 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
 
 
 def table_of(runs: Runs) -> Table:
-    """Return a table with a row for each mode, without columns that no mode can fill."""
-    cells = {mode: [_cell(show, figures) for show in COLUMNS.values()] for mode, (figures, _) in runs.items()}
-    filled = [i for i in range(len(COLUMNS)) if any(row[i] != "-" for row in cells.values())]
-    table, names = Table(), list(COLUMNS)
-    table.add_column("RUN_MODE", no_wrap=True)
-    for i in filled:
-        table.add_column(names[i], justify="right")
-    for mode, row in cells.items():
-        table.add_row(mode, *(row[i] for i in filled))
+    """Return a table with a column for each mode, without rows that no mode can fill."""
+    table, short = Table(), {mode: name for name, mode in reversed(SHORT.items())}
+    table.add_column("")
+    for mode in runs:
+        table.add_column(short.get(mode, mode), justify="right")
+    for name, show in ROWS.items():
+        cells = [_cell(show, figures) for figures, _ in runs.values()]
+        if any(cell != "-" for cell in cells):
+            table.add_row(name, *cells)
     return table
 
 
@@ -153,8 +153,7 @@ def main(modes: list[str], words: str, in_containers: bool) -> None:
     path.parent.mkdir(exist_ok=True)
     ranks = next(iter(runs.values()))[0]["world_size"]
     draw_panels({mode: events for mode, (_, events) in runs.items()}, path, f"{ranks} ranks {words}".strip())
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table_of(runs))
+    Console(width=None if sys.stdout.isatty() else 160).print(table_of(runs))
     print(conclusion(runs))
     print(f"The timelines, on one scale, are in {path}.")
 
