@@ -13,9 +13,9 @@ from typing import Literal
 
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
-from pipeline_parallel.schedules import stages_per_rank
+from pipeline_parallel.schedules import V_SHAPED, stages_per_rank
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"]
 Precision = Literal["float32", "bf16"]
 Zero = Literal[0, 1, 2, 3]
 Attention = Literal["ring", "all_to_all"]
@@ -96,10 +96,10 @@ def refuse_sizes(
 def _of_layers(sizes: ParallelSizes, config: GPTConfig | MLPConfig, batch_size: int) -> Iterator[str]:
     if sizes.zero > 1 and sizes.pipeline > 1:
         yield f"zero is {sizes.zero} beside a pipeline, where it saves no more than zero 1; take zero 1."
-    if sizes.recompute and sizes.pipeline > 1 and sizes.schedule in ("zb_h1", "zb_v"):
+    if sizes.recompute and sizes.pipeline > 1 and sizes.schedule in ("zb_h1", *V_SHAPED):
         yield (
-            f"recompute would save almost no memory beside {sizes.schedule}: weight gradients that wait need "
-            "the layers' inputs anyway. Leave it out, or take another schedule."
+            f"recompute is not offered beside {sizes.schedule}: weight gradients that wait need the "
+            "layers' inputs anyway. Leave it out, or take another schedule."
         )
     if sizes.sequence_parallel and sizes.tensor == 1:
         yield "sequence_parallel divides tokens among the ranks of the tensor axis; make tensor at least 2."

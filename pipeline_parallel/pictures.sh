@@ -19,3 +19,4 @@ draw 1f1b pipeline_1f1b
 draw interleaved pipeline_interleaved
 draw zb_h1 pipeline_zero_bubble
 draw zb_v pipeline_zero_bubble --schedule zb_v
+draw dualpipe_v pipeline_zero_bubble --schedule dualpipe_v

@@ -27,8 +27,9 @@ class _Row:
     def add(self, kinds: str, stage: int) -> None:
         """Add an action of each kind, such as "FB", for the next microbatch that had none of that kind."""
         for kind in kinds:
-            self.actions.append(Action(kind, self._next[kind, stage], stage))
-            self._next[kind, stage] += 1
+            halves = "IW" if kind == "B" else kind  # a B is an I and a W
+            self.actions.append(Action(kind, self._next[halves[0], stage], stage))
+            self._next.update((half, stage) for half in halves)
 
 
 def naive(stages: int, microbatches: int) -> Table:
@@ -228,6 +229,60 @@ def zb_v(ranks: int, microbatches: int) -> Table:
     return table
 
 
+def dualpipe_v(ranks: int, microbatches: int) -> Table:
+    """Return DualPipeV: the stages of ZB-V, with a forward of one arm beside a backward of the other.
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 F3 b1--- f2 B0--- b2--- f3 .  B1--- b3--- I2 W2 I3 W3
+        rank 1   .  F0 f0 F1 f1 F2 b0--- f2 B0--- F3 b1--- f3 B1--- b2--- B2--- i3 I3 w3 W3
+
+    In the steady state each forward is in a pair with a backward of the rank's other stage. In production the
+    two run at the same time, and one computes while the other one communicates: that hides the all-to-alls of
+    experts. Here a pair is its F and then its B, one after the other, so nothing is hidden. Only the p-1-r
+    first backwards of rank r and the p last ones are cut in halves, where a rank would wait.
+
+    If f = i = w and m >= 2p, a rank is idle as long as in ZB-V, (p-1) f/2. But every rank holds 2p+1
+    microbatches of stages of half the size, one more than in ZB-V: in a pair the forward comes first. If the
+    two of a pair end together, idle time is (p-1) (f+2i-w)/2 for f = i, the report's (F&B + B - 3W) for each
+    rank after the first. With fewer than 2p microbatches the order is that for 2p, and the others are left
+    out. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv:2412.19437, section 3.2.1, has DualPipe, on
+    twice as many ranks; Sea AI Lab, "Cut-in-half", 2025, made it a V: https://hackmd.io/@ufotalent/r1lVXsa9Jg.
+    """
+    _check(ranks=ranks, microbatches=microbatches)
+    filling = max(microbatches, 2 * ranks)
+    table = []
+    for rank in range(ranks):
+        row = _Row()
+        down, up = rank, 2 * ranks - 1 - rank
+        both = [up, down] * (rank + 1)
+        halved = both[rank + 1 :] + [down] * (ranks - 1 - rank)  # the stages of the last backwards
+        for _ in range(2 * (ranks - 1 - rank)):  # warmup, until microbatch 0 comes back up
+            row.add("F", down)
+        for _ in range(rank + 1):  # warmup, in both arms
+            row.add("F", down)
+            row.add("F", up)
+        for _ in range(ranks - 1 - rank):  # warmup, the first backwards
+            row.add("IWF", up)
+        for _ in range(filling - (2 * ranks - 1 - rank)):  # steady state, in pairs
+            row.add("F", down)
+            row.add("B", up)
+            row.add("F", up)
+            row.add("B", down)
+        for _ in range(ranks - 1 - rank):  # steady state, when no new microbatch comes
+            row.add("BF", up)
+            row.add("B", down)
+        for stage in both[: rank + 1]:  # cooldown, in both arms
+            row.add("B", stage)
+        for stage in halved[: rank + 1]:
+            row.add("I", stage)
+        for stage, oldest in zip(halved[rank + 1 :], halved, strict=False):  # cooldown, the last backwards
+            row.add("W", oldest)
+            row.add("I", stage)
+        for stage in halved[ranks - 1 - rank :]:  # the weight gradients put off
+            row.add("W", stage)
+        table.append([action for action in row.actions if action.microbatch < microbatches])
+    return table
+
+
 # By the names that scripts use, all with the same arguments. A lambda also calls a function put in its place.
 SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
     "naive": lambda ranks, microbatches, chunks: naive(ranks, microbatches),
@@ -236,12 +291,15 @@ SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
     "interleaved": lambda ranks, microbatches, chunks: interleaved_1f1b(ranks, microbatches, chunks),
     "zb_h1": lambda ranks, microbatches, chunks: zb_h1(ranks, microbatches),
     "zb_v": lambda ranks, microbatches, chunks: zb_v(ranks, microbatches),
+    "dualpipe_v": lambda ranks, microbatches, chunks: dualpipe_v(ranks, microbatches),
 }
+
+V_SHAPED = ("zb_v", "dualpipe_v")  # down the ranks and up again
 
 
 def stages_per_rank(name: str, chunks: int = 2) -> int:
     """Return how many stages a rank has in the schedule of that name; `chunks` is for `interleaved` alone."""
-    return {"interleaved": chunks, "zb_v": 2}.get(name, 1)
+    return {"interleaved": chunks, **dict.fromkeys(V_SHAPED, 2)}.get(name, 1)
 
 
 def table_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Table:

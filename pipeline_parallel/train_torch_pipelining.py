@@ -17,11 +17,11 @@
                                                    rank share; so scale_grads is off here
       tied weights of two ranks get the sum        left to the user; here Pipeline does it
       each stage receives the shape of its input   the same, or the shapes are given, as here
-      any number of microbatches                   1F1B: at least as many as stages; interleaved and ZB-H1:
-                                                   in rounds of equal size
+      any number of microbatches                   1F1B, DualPipeV: at least as many as stages; interleaved
+                                                   and ZB-H1: in rounds of equal size
 
-Ours leaves out looped BFS and DualPipeV, cutting a model by tracing it, stages with several inputs or
-outputs, and data parallel wrappers inside of stages.
+Ours leaves out looped BFS, cutting a model by tracing it, stages with several inputs or outputs, and data
+parallel wrappers inside of stages.
 
 own_stages.py cuts the model, ties weights and saves checkpoints here, and PyTorch runs the stages and sends
 their messages, which are therefore neither counted nor slowed down by --link. As in ours, m activations and m
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -65,6 +66,7 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb_h1": ScheduleInterleavedZeroBubble,  # of one stage a rank
     "zb_v": ScheduleZBVZeroBubble,
+    "dualpipe_v": ScheduleDualPipeV,
 }
 
 
@@ -116,7 +118,7 @@ class TorchSchedule:
 class Args(script.Args):
     """Train with PyTorch's torch.distributed.pipelining, on text (gpt) or handwritten digits (baby_cnn)."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"] = "1f1b"
     """Schedule, by PyTorch's own implementation."""
     chunks: int = 2
     """Number of stages that each rank has in the interleaved schedule."""

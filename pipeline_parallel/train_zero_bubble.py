@@ -10,20 +10,23 @@
       --schedule    idle seconds of a rank      activations of a rank
       zb_h1         (p-1) (f + i - w)           p microbatches: what rank 0 holds in 1F1B
       zb_v          (p-1) i / 2                 2 p microbatches of stages of half the size
+      dualpipe_v    (p-1) (f + i - w) / 2       2 p + 1 of these
 
 f, i and w are the seconds of F, I and W; in 1F1B a rank is idle for (p-1) (f + i + w). These formulas are for
-at least p (ZB-V: 2 p - 1) microbatches; analysis/theory.py has those for fewer. ZB-V gives each rank
-two stages, in a V: down the ranks and up again, so rank 0 has the first and the last one. The traffic is
-1F1B's, and for ZB-V that of interleaved 1F1B with two stages a rank, less one boundary: its two middle stages
-are on one rank. --recompute saves little memory here, because a W that was put off keeps the inputs of its
-layers anyway.
+at least p (ZB-V: 2 p - 1, DualPipeV: 2 p) microbatches; analysis/theory.py has those for fewer. ZB-V gives
+each rank two stages, in a V: down the ranks and up again, so rank 0 has the first and the last one. DualPipeV
+does too, and puts each forward beside a backward of the rank's other stage, so that an overlap could hide the
+communication within layers. The traffic is 1F1B's, and in a V that of interleaved 1F1B with two stages a
+rank, less one boundary: the two middle stages are on one rank. --recompute saves little memory here, because
+a W that was put off keeps the inputs of its layers anyway; in DualPipeV, which puts off p of them, half.
 
 What to read, in this order:
   1. `zb_h1` in schedules.py: 1F1B's loops, with "FIW" or "FI" where 1F1B has "FB".
   2. deferred.py: autograd computes I and W in one node; here they become two.
   3. `main` below, which is train_1f1b.py's with another table.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241.
+Sources: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, https://arxiv.org/abs/2401.10241; DeepSeek-AI,
+"DeepSeek-V3 Technical Report", 2024, https://arxiv.org/abs/2412.19437.
 """
 
 import dataclasses
@@ -34,7 +37,7 @@ from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
-from pipeline_parallel.schedules import zb_h1, zb_v
+from pipeline_parallel.schedules import table_of
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 
 
@@ -42,15 +45,15 @@ from pipeline_parallel.script import Args, begin, figures, on_all_ranks
 class ZeroBubbleArgs(Args):
     """Train a small GPT, cut into stages with split backwards, on the source of Python's standard library."""
 
-    schedule: Literal["zb_h1", "zb_v"] = "zb_h1"
-    """Schedule: zb_h1 has one stage on each rank and 1F1B's memory; zb_v has two, in the shape of a V."""
+    schedule: Literal["zb_h1", "zb_v", "dualpipe_v"] = "zb_h1"
+    """Schedule: zb_h1 has one stage on each rank and 1F1B's memory; zb_v has two, in the shape of a V; so has
+    dualpipe_v, which does forwards and backwards in pairs."""
 
 
 def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
     run, model, options = begin(cluster, args, "pipeline_zero_bubble")
     p, m = cluster.world_size, args.microbatches
-    table = {"zb_h1": zb_h1, "zb_v": zb_v}[args.schedule](p, m)
-    pipeline = Pipeline(model, table, loss_of, balance=args.balance, **options)
+    pipeline = Pipeline(model, table_of(args.schedule, p, m), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
@@ -65,7 +68,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
             run.expect_traffic(pipeline.traffic_per_step())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
-    n, fewest = (1, p) if args.schedule == "zb_h1" else (2, 2 * p - 1)
+    n, fewest = {"zb_h1": (1, p), "zb_v": (2, 2 * p - 1), "dualpipe_v": (2, 2 * p)}[args.schedule]
     formula = (p - 1) / (3 * n * m + p - 1) if m >= fewest else None  # for f = i = w
     run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=formula)
 

@@ -21,6 +21,7 @@ from functools import cache
 from hybrid_parallel.planner.shapes import AnyShape
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.analysis import theory
+from pipeline_parallel.schedules import V_SHAPED
 from zero.memory import Held, formula
 
 MESSAGES = 4  # held by a stage: two receives posted ahead, and one send in each direction
@@ -118,7 +119,7 @@ def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
     """Return the number of layers of a pipeline rank, in all its stages together."""
     by_stage = layers_by_stage(shape.num_layers, sizes.num_stages)
-    if sizes.schedule == "zb_v":  # a rank has a stage on the way down, and the one opposite on the way up
+    if sizes.schedule in V_SHAPED:  # a rank has a stage on the way down, and the one opposite on the way up
         return by_stage[rank] + by_stage[-1 - rank]
     return sum(by_stage[rank :: sizes.pipeline])
 
@@ -133,7 +134,7 @@ def fullest_ranks(sizes: ParallelSizes) -> set[int]:
 
 def has_head(sizes: ParallelSizes, rank: int) -> bool:
     """Return whether the last stage is on this pipeline rank."""
-    return rank == (0 if sizes.schedule == "zb_v" else sizes.pipeline - 1)
+    return rank == (0 if sizes.schedule in V_SHAPED else sizes.pipeline - 1)
 
 
 def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:

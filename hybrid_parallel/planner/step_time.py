@@ -46,6 +46,7 @@ from hybrid_parallel.planner.memory import (
 from hybrid_parallel.planner.shapes import AnyShape, active_weights, flops_per_token
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.analysis import theory
+from pipeline_parallel.schedules import V_SHAPED
 
 SHARING = 4  # the power above: within 15% of a simulation of the cores' sharing, half within 2.5%
 COPIED_BYTES = 4  # a core reads and writes for each byte that a collective sends, as measured here
@@ -210,7 +211,7 @@ class TimeModel:
         """Return the idle seconds of the ranks of a pipeline, as if all were as fast as their mean."""
         p = sizes.pipeline
         seconds = [(self.shape.num_layers * sum(each.values()) + sum(ends)) / p for each in passes]
-        if sizes.schedule == "zb_v":  # its formula is for equal ones
+        if sizes.schedule in V_SHAPED:  # their formulas are for equal ones
             seconds = [sum(seconds) / 3] * 3
         idle = theory.idle(sizes.schedule, p, sizes.microbatches, sizes.chunks, *seconds)
         assert idle is not None

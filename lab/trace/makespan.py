@@ -56,9 +56,8 @@ def microbatches_held(step: list[Event], rank: int) -> int:
     """Return the most microbatches that the rank holds at a time, counted in each of its stages."""
     now = most = 0
     row = [event for event in step if event.rank == rank]
-    splits = any(event.args["action"] == "W" for event in row)
     for event in sorted(row, key=lambda event: event.start_ns):
         now += event.args["action"] == "F"
         most = max(most, now)
-        now -= event.args["action"] == ("W" if splits else "B")
+        now -= event.args["action"] in ("B", "W")
     return most

@@ -56,7 +56,7 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
     costs = Costs.measured([event for each in steps for event in each], stages)
     simulation = simulate(run.table, costs)
     of_rank = [sum(each) / ranks for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]
-    if name is not None and theory.idle(name, ranks, 1, 1, *of_rank) is None:  # ZB-V: for f = i = w alone
+    if name is not None and theory.idle(name, ranks, 1, 1, *of_rank) is None:  # a V: for f = i = w alone
         of_rank = [sum(of_rank) / 3] * 3
     print(f"{name or 'another schedule'}, {ranks} ranks, {num_microbatches(run.table)} microbatches")
     print("             makespan   bubble")

@@ -41,6 +41,11 @@ TITLES = {
         "two stages on each rank, down and back up: almost no bubble where forward, input gradient and weight"
         " gradient take equally long",
     ),
+    "dualpipe_v": (
+        "DualPipeV",
+        "the stages of ZB-V, with a forward and a backward of the two in pairs, which could overlap: one"
+        " microbatch more held",
+    ),
 }
 HERE = Path(__file__).parent
 PAGE = Page(HERE / "page.html", [HERE / "page.css"], [PLAYER, HERE / "page.js", HERE / "page_words.js"])

@@ -90,6 +90,7 @@ const SCHEDULES = {
   interleaved: { title: "interleaved 1F1B", chunks: 2, idle: "(p-1) (f + i + w) / 2 for m ≥ p" },
   zb_h1: { title: "ZB-H1", chunks: 1, idle: "(p-1) (f + i) - (min(m, p) - 1) min(f, i, w)" },
   zb_v: { title: "ZB-V", chunks: 2, idle: "(p-1) i/2 for m ≥ 2p-1" },
+  dualpipe_v: { title: "DualPipeV", chunks: 2, idle: "(p-1) (f + i - w) / 2 for m ≥ 2p" },
 };
 
 /** The seconds in which a rank is idle, or null where there is no formula. f, i, w: of a rank for a microbatch. */
@@ -101,7 +102,12 @@ function idleSeconds(schedule, p, m, f, i, w) {
     case "interleaved": return Math.max(0, p - m) * (f + b) + (Math.min(m, p) - 1) * (f + b) / 2;
     case "zb_h1": return (p - 1) * (f + i) - (Math.min(m, p) - 1) * Math.min(f, i, w);
   }
-  const isKnown = p === 1 || (f === i && i === w) || (m >= 2 * p - 1 && f <= i && i / 2 <= w && w <= i);
+  const isEqual = p === 1 || (f === i && i === w);
+  if (schedule === "dualpipe_v") {
+    const isKnown = isEqual || (m >= 2 * p && w <= i && (p - 1) * i <= p * f && f <= i + w);
+    return isKnown ? (p - 1) * (f + i - w) / 2 + Math.max(0, 2 * p - m - (m <= p)) * f : null;
+  }
+  const isKnown = isEqual || (m >= 2 * p - 1 && f <= i && i / 2 <= w && w <= i);
   return isKnown ? Math.max((p - 1) * i / 2, (2 * p - 1 - m) * f) : null;
 }
 
@@ -117,7 +123,7 @@ function heldMicrobatches(schedule, p, m, rank) {
     }
     case "zb_h1": return Math.min(m, p);
   }
-  return Math.min(2 * p, 2 * m, m + 1 + rank);
+  return Math.min(2 * p + (schedule === "dualpipe_v"), 2 * m, m + 1 + rank);
 }
 
 /**
@@ -168,7 +174,7 @@ function results(set) {
   const boundary = isDetailed ? streamOf(set) / (set.sequenceParallel ? t : 1) : null;
   const layersOfStage = isDetailed ? set.layers / (p * chunks) : null;
   // A deferred weight gradient keeps what recomputation would save.
-  const recomputed = schedule.startsWith("zb") ? "nothing" : set.recompute;
+  const recomputed = /^zb|^dualpipe/.test(schedule) ? "nothing" : set.recompute;
   const layer = isDetailed ? layerActivations(set) : null;
   const activations = isDetailed ? activationsHeld(recomputed, most, layersOfStage, layer, boundary) : null;
 

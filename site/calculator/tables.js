@@ -118,7 +118,8 @@ function drawTime(result) {
     const lines = [["no overlap", both, apart], ["full overlap", rest, together]];
     $("times").innerHTML = lines.map(([name, parts, all]) =>
       `<div class="line"><span>${name}</span>${bar(parts, apart)}<b>${seconds(all)}</b></div>`).join("");
-  } else $("times").innerHTML = "<p>ZB-V has a formula only for enough microbatches: m ≥ 2p-1, without recomputation.</p>";
+  } else $("times").innerHTML = `<p>${SCHEDULES[schedule].title} has a formula only for enough microbatches, m ≥ 2p, and backwards that take about `
+    + "twice as long as forwards.</p>";
   const cost = "{{lesson comm/cost.py}}";
   const theory = "{{lesson pipeline_parallel/analysis/theory.py}}";
   const isAlone = set.dataRanks * set.contextRanks === 1;

@@ -149,7 +149,7 @@ REFUSED = [
     ({"pipeline": 2, "data": 2, "zero": 2}, "zero is 2 beside a pipeline"),
     (
         {"pipeline": 4, "schedule": "zb_v", "recompute": True},
-        "recompute would save almost no memory beside zb_v",
+        "recompute is not offered beside zb_v",
     ),
     ({"data": 4, "sequence_parallel": True}, "sequence_parallel divides tokens"),
     ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "12 stages need at least as many layers"),

@@ -29,7 +29,7 @@ from tests.pipeline_parallel.equivalence import (
 
 forked.preload("pipeline_parallel.train_torch_pipelining")
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 
 
 def compare_with_one_process(
@@ -67,6 +67,7 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
         for name, microbatches, sentence in (
             ("1f1b", 2, r"PyTorch's 1f1b refuses: Number of microbatches \(2\) must be greater"),
             ("interleaved", 7, "of the number of rounds"),
+            ("dualpipe_v", 5, "at least as many microbatches as stages"),
         ):
             (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
             own = OwnStages(

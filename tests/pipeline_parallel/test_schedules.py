@@ -22,6 +22,7 @@ from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.analysis.validate import held, validate
 from pipeline_parallel.schedules import (
     clock_cycles,
+    dualpipe_v,
     gpipe,
     interleaved_1f1b,
     naive,
@@ -45,8 +46,9 @@ def in_torchs_tables(name: str, ranks: int, microbatches: int, chunks: int = 1) 
     return [
         [
             Action(a.computation_type.value, a.microbatch_index, a.stage_index)
-            for a in order[rank]
-            if a is not None
+            for pair in order[rank]
+            if pair is not None
+            for a in pair.sub_actions or [pair]
         ]
         for rank in range(ranks)
     ]
@@ -122,7 +124,7 @@ def drawn(table: Table) -> list[str]:
 PICTURES = {
     **{
         schedule.__name__: (schedule, schedule.__doc__)
-        for schedule in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v)
+        for schedule in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v)
     },
     "train_model_parallel": (naive, train_model_parallel.__doc__),
     "train_afab": (gpipe, train_afab.__doc__),
@@ -163,6 +165,15 @@ def test_zb_v_is_torchs():
         assert zb_v(ranks, microbatches) == in_torchs_tables("ZBVZeroBubble", ranks, microbatches, 2)
 
 
+def test_dualpipe_v_is_torchs_with_a_pair_as_its_forward_and_then_its_backward():
+    for ranks, microbatches in itertools.product(range(1, 7), range(1, 20)):
+        if microbatches < 2 * ranks:
+            with pytest.raises(ValueError, match="at least as many microbatches as stages"):
+                in_torchs_tables("DualPipeV", ranks, microbatches, 2)
+        else:
+            assert dualpipe_v(ranks, microbatches) == in_torchs_tables("DualPipeV", ranks, microbatches, 2)
+
+
 @given(some_ranks, some_microbatches)
 def test_schedules_with_one_stage_a_rank_are_valid_and_hold_what_they_say(p: int, m: int):
     for make, most in (
@@ -194,14 +205,23 @@ def test_zb_v_is_valid_and_holds_as_much_everywhere_as_1f1b_on_rank_0(p: int, m:
     assert placement(table) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
 
 
+@given(some_ranks, some_microbatches)
+def test_dualpipe_v_is_valid_on_the_ranks_of_zb_v_and_holds_one_more(p: int, m: int):
+    table = dualpipe_v(p, m)
+    validate(table)
+    most = [max(held(row)) for row in table]
+    assert most == [2 * p + 1] * p if m >= 2 * p else max(most) <= 2 * p + 1
+    assert placement(table) == placement(zb_v(p, m))
+
+
 def test_what_cannot_be_scheduled_is_said_in_a_sentence():
     for function in (naive, gpipe, one_f_one_b, zb_h1):
         with pytest.raises(ValueError, match="number of stages must be at least 1, not 0"):
             function(0, 1)
-    for function in (interleaved_1f1b, zb_v):
+    for function in (interleaved_1f1b, zb_v, dualpipe_v):
         with pytest.raises(ValueError, match="number of ranks must be at least 1, not 0"):
             function(0, 1)
-    for function in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v):
+    for function in (naive, gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v):
         with pytest.raises(ValueError, match="number of microbatches must be at least 1, not -1"):
             function(2, -1)
     with pytest.raises(ValueError, match="number of chunks must be at least 1, not 0"):

@@ -31,6 +31,7 @@ MODES = {
     "interleaved": ("pipeline_interleaved",),
     "zb_h1": ("pipeline_zero_bubble",),
     "zb_v": ("pipeline_zero_bubble", "--schedule", "zb_v"),
+    "dualpipe_v": ("pipeline_zero_bubble", "--schedule", "dualpipe_v"),
 }
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
-from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
+from pipeline_parallel.schedules import SCHEDULES, V_SHAPED, stages_per_rank, table_of
 
-ALWAYS = [name for name in SCHEDULES if name != "zb_v"]  # these have a formula whatever the seconds
+ALWAYS = [name for name in SCHEDULES if name not in V_SHAPED]  # these have a formula whatever the seconds
 
 
 def simulated(schedule: str, p: int, m: int, v: int, f: int, i: int, w: int) -> Simulation:
@@ -48,9 +48,26 @@ def test_zb_vs_formula_equals_the_simulator_where_a_rank_can_be_kept_busy(p, mor
     formula_beside_simulator("zb_v", p, 2 * p - 1 + more, 1, f, i, w)
 
 
-@given(ranks, microbatches, seconds)
-def test_zb_vs_formula_equals_the_simulator_for_equal_times_and_any_number_of_microbatches(p, m, each):
-    formula_beside_simulator("zb_v", p, m, 1, each, each, each)
+@given(ranks, st.integers(0, 10), seconds, seconds, seconds)
+def test_dualpipe_vs_formula_equals_the_simulator_where_weight_gradients_fill_the_gaps(p, more, w, x, y):
+    i = w + x
+    formula_beside_simulator("dualpipe_v", p, 2 * p + more, 1, i + min(y, w), i, w)
+
+
+@given(st.sampled_from(V_SHAPED), ranks, microbatches, seconds)
+def test_a_vs_formula_equals_the_simulator_for_equal_times_and_any_number_of_microbatches(name, p, m, each):
+    formula_beside_simulator(name, p, m, 1, each, each, each)
+
+
+@pytest.mark.parametrize("p", [3, 4])
+def test_dualpipe_v_has_no_formula_exactly_where_the_simulator_contradicts_it(p: int):
+    for f, i, w in [(a, b, c) for a in range(4) for b in range(5) for c in range(4)]:
+        simulation = simulated("dualpipe_v", p, 2 * p, 1, f, i, w)
+        holds = simulation.makespan - simulation.busy[0] == Fraction(p - 1, 2) * (f + i - w)
+        assert holds == (theory.makespan("dualpipe_v", p, 2 * p, 1, f, i, w) is not None), (f, i, w)
+    assert theory.idle("dualpipe_v", p, 2 * p - 1, 1, 2, 2, 1) is None  # one microbatch too few
+    simulation = simulated("dualpipe_v", p, 2 * p - 1, 1, 2, 2, 1)
+    assert simulation.makespan - simulation.busy[0] > Fraction(p - 1, 2) * 3
 
 
 @pytest.mark.parametrize("p", [3, 4])

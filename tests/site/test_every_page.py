@@ -11,7 +11,7 @@ from tests.browser import Browser
 
 # Each page with settings that show as much as the page can.
 FULL = {
-    "schedules": "ranks=4&microbatches=16&show=naive,gpipe,1f1b,interleaved,zb_h1,zb_v",
+    "schedules": "ranks=4&microbatches=16&show=naive,gpipe,1f1b,interleaved,zb_h1,zb_v,dualpipe_v",
     "all_reduce": "ranks=16&show=flat,tree,ring,recursive_doubling,halving_doubling",
     "calculator": "keepsAttention=true&recompute=stages&layers=10000&width=100000",
     "context": "ranks=8&cut=zigzag&mask=none&kvHeads=32",
