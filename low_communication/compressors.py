@@ -7,25 +7,28 @@
 
 Each compressor belongs to one bucket, and keeps the state that it needs from step to step. `mean(flat)`
 replaces the bucket's gradients by about their mean over the ranks of a group, and returns what this rank has
-put into that mean: its own gradients as the others have seen them. The difference is the error, which
+contributed to that mean: its own gradients after compression. The difference is the error, which
 train_compressed.py adds to the next step's gradients.
 
 Numbers with few bits cannot be added up on their way through a ring: the sum of two int8 numbers overflows,
 and each hop would round again. So int8 sends each rank its chunk of all others (an all-to-all), adds up in
-float32, rounds once more, and gathers. That is as many messages as a ring's halves, each of a quarter.
+float32, rounds once more, and gathers. A ring's two halves have as many messages, and four times the bytes.
 
-For n ranks and a bucket of N float32 numbers (4 N bytes), a rank sends in bytes
+For p ranks and a bucket of N float32 numbers (4 N bytes), a rank sends in bytes
 
-      all-reduce   2 (n-1)/n 4 N                     in a ring, without compression
-      bf16         2 (n-1)/n 2 N
-      int8         2 (n-1)/n 1,028/1,024 N
-      topk         (n-1) 8 k                         which grows with n: it is an all-gather
-      powersgd     2 (n-1)/n 4 (V + r sum of (rows + columns))      V numbers are not in matrices
+      all-reduce   2 (p-1)/p 4 N                     in a ring, without compression
+      bf16         2 (p-1)/p 2 N
+      int8         2 (p-1)/p 1,028/1,024 N           N is rounded up to a multiple of 1,024 p
+      topk         (p-1) 8 k                         which grows with p: it is an all-gather
+      powersgd     2 (p-1)/p 4 (V + r sum of (n + m))      V numbers are not in matrices
+
+All ranks unpack the same bytes in the same order, so their results are bitwise equal if their processors are.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,24 +42,33 @@ BLOCK = 1024  # numbers that share a scale
 ROW = BLOCK + 4  # bytes: a block in int8, and its scale in float32
 
 
-class Compressor(Protocol):
-    """What the buckets of train_compressed.py need."""
+class Compressor(ABC):
+    """Averages a bucket that holds tensors of these shapes and this dtype, one after another in memory."""
 
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        group: Group = None,
+        pattern: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.sizes, self.group, self.pattern = [math.prod(shape) for shape in shapes], group, pattern
+        self.numel, self.dtype, self.ranks = sum(self.sizes), dtype, dist.get_world_size(group)
+
+    @abstractmethod
     def mean(self, flat: Tensor) -> Tensor:
-        """Replace `flat` by about its mean over the ranks; return what this rank has put into it.
+        """Replace `flat` by about its mean over the ranks; return what this rank has contributed.
 
-        All ranks call it for the same bucket. It returns when all has arrived.
+        All ranks call it for the same bucket. It returns when the mean is complete.
         """
 
+    @abstractmethod
     def traffic(self) -> Traffic:
         """Return what this rank is expected to send in one call of `mean`."""
 
 
-class Float32:
+class Float32(Compressor):
     """Sends the numbers as they are: a plain all-reduce, for comparison."""
-
-    def __init__(self, shapes: Sequence[torch.Size], group: Group = None, pattern: str | None = None) -> None:
-        self.numel, self.group, self.pattern = sum(map(math.prod, shapes)), group, pattern
 
     def mean(self, flat: Tensor) -> Tensor:
         sent = flat.clone()
@@ -64,18 +76,15 @@ class Float32:
         return sent
 
     def traffic(self) -> Traffic:
-        return expected_traffic("all_reduce", self.pattern, self.numel, 4, self.group)
+        return expected_traffic("all_reduce", self.pattern, self.numel, self.dtype.itemsize, self.group)
 
 
-class Bf16:
+class Bf16(Compressor):
     """Sends the upper half of the bits of a float32 number: its sign, its exponent, 7 bits of its fraction.
 
-    The range is that of float32, so nothing overflows; a number is rounded by at most 1/256 of its size. The
-    sum is rounded at each hop of a ring. torch calls this `bf16_compress_hook`.
+    The range is that of float32, so nothing overflows; a number is rounded by at most 1/256 of its size. A
+    ring rounds the sum at each hop too, and no rank's error has that. torch: `bf16_compress_hook`.
     """
-
-    def __init__(self, shapes: Sequence[torch.Size], group: Group = None, pattern: str | None = None) -> None:
-        self.numel, self.group, self.pattern = sum(map(math.prod, shapes)), group, pattern
 
     def mean(self, flat: Tensor) -> Tensor:
         rounded = flat.bfloat16()
@@ -88,21 +97,22 @@ class Bf16:
         return expected_traffic("all_reduce", self.pattern, self.numel, 2, self.group)
 
 
-class Int8:
+class Int8(Compressor):
     """Sends each number as one of 255 levels, and a scale for each block of 1,024 numbers.
 
     level = round(number / scale), scale = (largest of the block) / 127
 
-    A row of 1,028 bytes holds a block and its scale, so they travel in one message. The rounding error of a
-    number is at most half a scale. With one scale for all numbers the small ones would become zeros. Seide et
-    al. 2014 went down to one bit, with error feedback; 8 bits for a block are as in Dettmers et al.,
-    "8-bit Optimizers via Block-wise Quantization", 2021, https://arxiv.org/abs/2110.02861.
+    A row of 1,028 bytes holds a block and its scale, so they travel in one message. Each rounding changes a
+    number by at most half a scale. With one scale for all numbers the small ones would become zeros. The mean
+    is rounded too, and no rank's error has that. Seide et al. 2014 went down to one bit, with error feedback;
+    8 bits for a block are as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021,
+    https://arxiv.org/abs/2110.02861.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], group: Group = None, pattern: str | None = None) -> None:
-        self.numel, self.group = sum(map(math.prod, shapes)), group
-        self.ranks = dist.get_world_size(group)
-        self.rows = math.ceil(self.numel / (BLOCK * self.ranks)) * self.ranks  # the same number for each rank
+    @property
+    def rows(self) -> int:
+        """Return the number of rows, with padding: each rank adds up as many as the others."""
+        return math.ceil(self.numel / (BLOCK * self.ranks)) * self.ranks
 
     def mean(self, flat: Tensor) -> Tensor:
         padded = torch.zeros(self.rows * BLOCK, device=flat.device)
@@ -134,7 +144,7 @@ def unpack(rows: Tensor) -> Tensor:
     return levels * scales
 
 
-class TopK:
+class TopK(Compressor):
     """Sends the numbers that are largest in size on this rank, and their places in the bucket.
 
     The ranks choose different places, so their messages cannot be added up on the way: each rank gathers
@@ -142,15 +152,9 @@ class TopK:
     "Sparse Communication for Distributed Gradient Descent", 2017, https://arxiv.org/abs/1704.05021.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[torch.Size],
-        group: Group = None,
-        pattern: str | None = None,
-        share: float = 0.01,
-    ) -> None:
-        numel = sum(map(math.prod, shapes))
-        self.group, self.ranks, self.k = group, dist.get_world_size(group), max(1, round(share * numel))
+    def __init__(self, *bucket: Any, share: float = 0.01, **options: Any) -> None:
+        super().__init__(*bucket, **options)
+        self.k = max(1, round(share * self.numel))
 
     def mean(self, flat: Tensor) -> Tensor:
         places = flat.abs().topk(self.k, sorted=False).indices
@@ -168,34 +172,29 @@ class TopK:
         return expected_traffic("all_gather", None, self.ranks * 2 * self.k, 4, self.group)
 
 
-class PowerSGD:
-    """Sends two thin matrices P (rows x r) and Q (columns x r) in place of each matrix M of gradients.
+class PowerSGD(Compressor):
+    """Sends two thin matrices P (n x r) and Q (m x r) in place of each matrix M (n x m) of gradients.
 
           P = mean over ranks of M Q        one step of the power iteration; then its columns are made
           Q = mean over ranks of M^T P      orthonormal
           M is replaced by P Q^T            the best approximation of the mean by columns of P
 
     Both are linear in M, so they can be added up on the way, as gradients can, and all ranks get the mean of
-    their matrices, approximated. Q is where the next step begins, so the iteration goes on from step to step.
-    What is no matrix, such as biases, travels uncompressed with P. Vogels, Karimireddy and Jaggi, "PowerSGD",
-    NeurIPS 2019, https://arxiv.org/abs/1905.13727; torch's `powerSGD_hook` is the same.
+    their matrices, approximated. The next step begins with this step's Q, so that P comes closer to the
+    directions in which the gradients are largest. A tensor of more dims is a matrix of its first dim times
+    the rest. What two thin matrices would not make smaller, such as a bias, travels as it is, with P.
+
+    Numbers are computed and sent in float32, or in float64 if they are float64. Vogels, Karimireddy and
+    Jaggi, "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727. torch's `powerSGD_hook` does the same,
+    and keeps the error of the mean on each rank, which has the same mean over ranks.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[torch.Size],
-        group: Group = None,
-        pattern: str | None = None,
-        rank: int = 4,
-        seed: int = 0,
-    ) -> None:
-        self.group, self.pattern, self.rank = group, pattern, rank
-        self.sizes = [math.prod(shape) for shape in shapes]
-        self.shapes = [
-            (shape[0], size // shape[0]) if len(shape) > 1 else (size, 1)
-            for shape, size in zip(shapes, self.sizes, strict=True)
-        ]
-        random = torch.Generator().manual_seed(seed)  # all ranks begin with the same Q
+    def __init__(self, shapes: Sequence[Sequence[int]], *bucket: Any, rank: int = 4, **options: Any) -> None:
+        super().__init__(shapes, *bucket, **options)
+        self.dtype = torch.promote_types(self.dtype, torch.float32)
+        self.rank = rank
+        self.shapes = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in shapes]
+        random = torch.Generator().manual_seed(0)  # all ranks begin with the same Q
         self.qs = {
             i: torch.randn(columns, rank, generator=random)
             for i, (rows, columns) in enumerate(self.shapes)
@@ -203,25 +202,27 @@ class PowerSGD:
         }
 
     def mean(self, flat: Tensor) -> Tensor:
-        sent = flat.clone()
-        ms, own = (
-            [part.view(shape) for part, shape in zip(x.split(self.sizes), self.shapes, strict=True)]
-            for x in (flat, sent)
-        )
-        qs = {i: orthonormal(q.to(flat)) for i, q in self.qs.items()}
-        ps = {i: ms[i] @ q for i, q in qs.items()}
-        self._average([*ps.values(), *(m for i, m in enumerate(ms) if i not in qs)])
+        whole = flat.to(self.dtype)
+        sent = whole.clone()
+        matrices, own = self._matrices(whole), self._matrices(sent)
+        ps = {i: matrices[i] @ orthonormal(q.to(whole)) for i, q in self.qs.items()}
+        self._average([*ps.values(), *(m for i, m in enumerate(matrices) if i not in ps)])
         ps = {i: orthonormal(p) for i, p in ps.items()}
-        self.qs = {i: ms[i].T @ p for i, p in ps.items()}
+        self.qs = {i: matrices[i].T @ p for i, p in ps.items()}
         for i, p in ps.items():
-            own[i].copy_(p @ self.qs[i].T)
+            torch.mm(p, self.qs[i].T, out=own[i])
         self._average(list(self.qs.values()))
         for i, p in ps.items():
-            ms[i].copy_(p @ self.qs[i].T)
-        return sent
+            torch.mm(p, self.qs[i].T, out=matrices[i])
+        flat.copy_(whole)
+        return sent.to(flat.dtype)
+
+    def _matrices(self, flat: Tensor) -> list[Tensor]:
+        """Return a view of each tensor in the bucket, as a matrix."""
+        return [part.view(shape) for part, shape in zip(flat.split(self.sizes), self.shapes, strict=True)]
 
     def _average(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their means over the ranks, in one message."""
+        """Replace tensors by their means over the ranks, with one all-reduce."""
         if not tensors:
             return
         together = torch.cat([tensor.flatten() for tensor in tensors])
@@ -231,18 +232,22 @@ class PowerSGD:
 
     def traffic(self) -> Traffic:
         thin = [self.shapes[i] for i in self.qs]
-        rest = sum(self.sizes) - sum(rows * columns for rows, columns in thin)
+        rest = self.numel - sum(rows * columns for rows, columns in thin)
         sizes = [rest + self.rank * sum(rows for rows, _ in thin), self.rank * sum(c for _, c in thin)]
-        sent = (expected_traffic("all_reduce", self.pattern, n, 4, self.group) for n in sizes if n)
+        size = self.dtype.itemsize
+        sent = (expected_traffic("all_reduce", self.pattern, n, size, self.group) for n in sizes if n)
         return sum(sent, Traffic())
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Return orthonormal columns with the same span (Gram-Schmidt, as LAPACK does it)."""
+    """Return orthonormal columns that span those of the matrix; for a matrix of zeros, unit vectors.
+
+    It is what Gram-Schmidt returns, but for the signs of columns, which P Q^T does not depend on.
+    """
     return torch.linalg.qr(matrix).Q
 
 
-COMPRESSORS: dict[str, type[Any]] = {
+COMPRESSORS: dict[str, type[Compressor]] = {
     "float32": Float32,
     "bf16": Bf16,
     "int8": Int8,

@@ -13,12 +13,14 @@ up to a step is the sum of the gradients up to then, but for the last difference
 The buckets, and when they are complete, are those of train_bucket_overlap.py. But a compressor has several
 collectives one after another, with arithmetic in between, so a bucket cannot be left to one asynchronous
 all-reduce. One thread of the rank works on the buckets in their order, which is the same on all ranks, while
-the backward computes. Each compressor's bytes are in compressors.py. A step takes, if nothing else is slower,
+the backward computes. In that time nothing else may use the same group. Each compressor's bytes are in
+compressors.py. A step takes, if nothing else is slower,
 
       max(backward, time on the wire of the compressed bytes + time to compress)
 
-With less on the wire, the time to compress counts, and each step learns less from its gradient: what pays is
-the time to a loss, and not the time of a step (benchmarks/sending_less.py).
+With less on the wire, the time to compress counts, and each step learns less from its gradient. So compare
+the time to a loss, and not the time of a step (benchmarks/sending_less.py). What remains takes as much memory
+as the gradients. It is not in a checkpoint: a resumed run begins without it.
 
 Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, and, with a proof,
 Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847. torch has
@@ -51,9 +53,10 @@ class CompressedDataParallel(BucketDataParallel):
 
     It is used as BucketDataParallel. After `finish_gradient_sync()`, every `param.grad` is about the mean
     over ranks, and the same on all ranks. `compress` is a name of COMPRESSORS, and `options` are that
-    compressor's.
-    With `error_feedback=False` a rank forgets what it has not sent.
+    compressor's. With `error_feedback=False` a rank forgets what it has not sent.
     """
+
+    in_flight: list[Any]  # the thread's futures
 
     def __init__(
         self,
@@ -67,22 +70,33 @@ class CompressedDataParallel(BucketDataParallel):
     ) -> None:
         super().__init__(module, group, pattern, bucket_mb)
         self.compressors: dict[Bucket, Compressor] = {
-            bucket: COMPRESSORS[compress]([p.shape for p in bucket.views], group, pattern, **options)
+            bucket: COMPRESSORS[compress](
+                [shape_in_memory(view) for view in bucket.views.values()],
+                group,
+                pattern,
+                bucket.flat.dtype,
+                **options,
+            )
             for bucket in self.buckets
         }
         self.error_feedback = error_feedback
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")
+
+    def _expect_gradients(self) -> None:
+        super()._expect_gradients()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")  # the last step's thread ends
 
     def _launch(self, bucket: Bucket) -> None:
         """Let the thread average the bucket, after those before it, while the backward continues."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
-        self.in_flight.append(self._thread.submit(self._average, bucket))
+        self.in_flight.append(self._thread.submit(self._average, bucket, self.in_flight[-1:]))
 
     @torch.no_grad()
-    def _average(self, bucket: Bucket) -> None:
+    def _average(self, bucket: Bucket, before: list[Any]) -> None:
         """Replace the bucket by about its mean over ranks, and keep what this rank has not sent."""
+        for work in before:
+            work.result()  # raises its error: after one, nothing more is sent
         with span("compress", "compress", bytes=bucket.flat.nbytes):
             if bucket in self.remaining:
                 bucket.flat += self.remaining[bucket]
@@ -96,9 +110,14 @@ class CompressedDataParallel(BucketDataParallel):
         while self._to_launch:
             self._launch(self._to_launch.popleft())
         with span("wait", "wait"):
-            for averaged in self.in_flight:
-                averaged.result()
+            for work in self.in_flight:
+                work.result()  # raises the thread's error
         self._expect_gradients()
+
+
+def shape_in_memory(tensor: Tensor) -> list[int]:
+    """Return the tensor's sizes, the dim of the largest stride first: how its numbers lie in the bucket."""
+    return [size for _, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True)]
 
 
 @dataclasses.dataclass
@@ -122,7 +141,10 @@ class CompressedArgs(BucketArgs):
 
     def options(self) -> dict[str, Any]:
         """Return the options of the compressor."""
-        own = {"topk": {"share": self.topk_share}, "powersgd": {"rank": self.powersgd_rank}}
+        own: dict[str, dict[str, Any]] = {
+            "topk": {"share": self.topk_share},
+            "powersgd": {"rank": self.powersgd_rank},
+        }
         return own.get(self.compress, {})
 
 

@@ -267,10 +267,16 @@ def _busiest_axis(f: Figures) -> str | None:
     return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
 
 
+def _compressed(f: Figures) -> str | None:
+    if "bytes_share" not in f:
+        return None
+    return f"The gradients took {f['bytes_share']:.1%} of the bytes that they have uncompressed."
+
+
 def _unseen(f: Figures) -> str | None:
     is_unseen = "only with --link" in f.get("not_measured", "")
     return "Only a simulated link shows what is hidden: add ARGS='--link 1gbit'." if is_unseen else None
 
 
-MEANINGS = (_drifted, _idle, _busiest_axis, _where_time_goes, _unseen)
+MEANINGS = (_drifted, _idle, _busiest_axis, _compressed, _where_time_goes, _unseen)
 """What a run means: the first of these that has something to say."""

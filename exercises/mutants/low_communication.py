@@ -1,1 +1,61 @@
 """Wrong implementations of what sends less."""
+
+from exercises.mutants import mutant
+
+COMPRESSED = "tests/low_communication/test_compressed.py::"
+COMPRESSORS = "tests/low_communication/test_compressors.py::"
+IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained"
+
+mutant(
+    "compressed_error_added_twice",
+    "Training with top-k diverges: what remained is in the gradient already, and is kept a second time.",
+    target="low_communication.train_compressed.CompressedDataParallel._average",
+    changes={"= gradient.sub_(sent)": "= gradient.sub_(sent) + self.remaining.get(bucket, 0)"},
+    killer=IDENTITY,
+)
+
+mutant(
+    "compressed_error_dropped",
+    "Most weights hardly move with top-k: what has not been sent is kept, but never added to a gradient.",
+    target="low_communication.train_compressed.CompressedDataParallel._average",
+    changes={"if bucket in self.remaining:\n    bucket.flat += self.remaining[bucket]": ""},
+    killer=IDENTITY,
+)
+
+mutant(
+    "compressed_error_of_the_mean",
+    "With top-k each rank sends the same numbers again and again: the error is that of the mean over ranks.",
+    target="low_communication.train_compressed.CompressedDataParallel._average",
+    changes={"gradient.sub_(sent)": "gradient.sub_(bucket.flat)"},
+    killer=IDENTITY,
+)
+
+mutant(
+    "int8_scales_of_rank_0",
+    "The mean is wrong where ranks have gradients of different sizes: all are scaled as rank 0's.",
+    target="low_communication.compressors.Int8.mean",
+    changes={
+        "my_mean = unpack(chunks).view(self.ranks, -1, BLOCK).mean(0)": (
+            "by_rank = chunks.view(self.ranks, -1, ROW)\n"
+            "by_rank[1:, :, BLOCK:] = by_rank[:1, :, BLOCK:]\n"
+            "my_mean = unpack(chunks).view(self.ranks, -1, BLOCK).mean(0)"
+        ),
+    },
+    killer=COMPRESSORS + "test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas",
+)
+
+mutant(
+    "powersgd_not_orthonormal",
+    "With PowerSGD the loss becomes nan: the columns of P are not orthonormal, so P Q^T is far from M.",
+    target="low_communication.compressors.PowerSGD.mean",
+    changes={"ps = {i: orthonormal(p) for i, p in ps.items()}": ""},
+    killer=COMPRESSORS + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
+)
+
+mutant(
+    "topk_at_a_ranks_own_places",
+    "With top-k the replicas drift apart: a rank adds the others' numbers at the places of its own.",
+    target="low_communication.compressors.TopK.mean",
+    changes={"its_places.long()": "places"},
+    killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+)

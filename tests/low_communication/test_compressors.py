@@ -1,0 +1,166 @@
+"""Test what each compressor sends, how far its mean is from the mean, and that it equals PyTorch's own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from comm.exchange import exchange
+from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
+from lab.check import assert_same, gradients, state_digest
+from lab.cluster import Cluster
+from lab.models.model import GPT, GPTConfig
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER
+from low_communication.compressors import BLOCK, COMPRESSORS, Int8, PowerSGD, TopK
+from low_communication.train_compressed import CompressedDataParallel, traffic_per_step
+
+SHAPES = [(40, 30), (7,), (), (90, 12, 3), (2, 3)]  # two are worth two thin matrices
+NUMEL = 40 * 30 + 7 + 1 + 90 * 36 + 6
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2**-7}  # topk sends float32 of float64
+
+
+def values(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a bucket whose numbers become smaller from block to block, another one on each rank."""
+    random = torch.Generator().manual_seed(rank)
+    return (torch.randn(NUMEL, generator=random) * torch.logspace(0, -3, NUMEL) * 10.0**-rank).to(dtype)
+
+
+def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas():
+    def compare(cluster: Cluster) -> None:
+        for name, compress in COMPRESSORS.items():
+            for dtype, near in CLOSE.items():
+                what = f"{name}, {dtype}"
+                compressor = compress(SHAPES, None, "ring", dtype)
+                for step in range(3):
+                    flat = values(3 * step + cluster.rank, dtype)
+                    before = LEDGER.total()
+                    sent = compressor.mean(flat)
+                    assert LEDGER.total() - before == compressor.traffic(), what
+                    mean = sum(exchange(sent.double())) / cluster.world_size
+                    rounded = {"bf16": 2**-7, "int8": 1 / 127}.get(name, near)  # of the largest
+                    assert_same({"mean": flat.double()}, {"mean": mean}, rounded, what)
+                    assert len(set(exchange(state_digest({"mean": flat})))) == 1, what
+                    assert flat.dtype == sent.dtype == dtype, what
+
+    for world_size in (1, 2, 3):
+        run_ranks(compare, world_size)
+
+
+def test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block():
+    def compare(cluster: Cluster) -> None:
+        compressor, own = Int8(SHAPES), values(cluster.rank)
+        flat = own.clone()
+        sent = compressor.mean(flat)
+        mean = sum(exchange(sent)) / cluster.world_size
+        for block in range(0, NUMEL, BLOCK):
+            part = slice(block, block + BLOCK)
+            for exact, rounded in ((own[part], sent[part]), (mean[part], flat[part])):
+                half = exact.abs().max() / 127 / 2
+                assert (rounded - exact).abs().max() <= 1.001 * half  # 1.001: of float32
+        assert not compressor.mean(torch.zeros(NUMEL)).any()
+
+    for world_size in (1, 2, 3):
+        run_ranks(compare, world_size)
+
+
+def test_topk_sends_the_largest_numbers_of_each_rank():
+    def compare(cluster: Cluster) -> None:
+        flat = torch.tensor([0.0, 3.0, -4.0, 1.0]).roll(cluster.rank)
+        assert TopK([(4,)], share=0.5).mean(flat).tolist() == [[0, 3, -4, 0], [0, 0, 3, -4]][cluster.rank]
+        assert flat.tolist() == [0, 1.5, -0.5, -2]
+
+    run_ranks(compare, 2)
+
+
+def test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros():
+    def compare(cluster: Cluster) -> None:
+        compressor = PowerSGD([(30, 20)], rank=4)
+        random = torch.Generator().manual_seed(cluster.rank)
+        matrix = torch.outer(torch.randn(30, generator=random), torch.randn(20, generator=random))
+        for flat in (torch.zeros(600), matrix.flatten(), torch.zeros(600), matrix.flatten()):
+            mean = sum(exchange(flat.clone())) / cluster.world_size
+            compressor.mean(flat)
+            assert_same({"mean": flat}, {"mean": mean}, 1e-5, "mean")
+
+    run_ranks(compare, 3)
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    sizes = ((12, 20), (20, 16), (16, 9))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)).double()
+
+
+def compare_with_hook(
+    cluster: Cluster, name: str, rtol: float, state: Any, hook: Any, **options: Any
+) -> None:
+    """Compare gradients of several steps; the parameters stay, so that only the compressors differ."""
+    ddp, ours = DistributedDataParallel(layers(0)), CompressedDataParallel(layers(0), name, **options)
+    [own_bucket] = ours.buckets
+
+    def from_the_same_state(state: Any, bucket: dist.GradBucket) -> Future[Tensor]:
+        if name == "powersgd" and state.iter == 2 and 0 not in state.q_memory_dict:
+            [compressor], places = ours.compressors.values(), [id(p) for p in own_bucket.views]
+            pairs = zip(ddp.module.parameters(), ours.module.parameters(), strict=True)
+            place_of = {id(theirs): places.index(id(own)) for theirs, own in pairs}
+            at = [place_of[id(p)] for p in bucket.parameters()]
+            qs = [compressor.qs[i] for i in at if i in compressor.qs]
+            rows = sum(compressor.shapes[i][0] for i in compressor.qs)
+            state.q_memory_dict[0] = torch.cat([q.flatten() for q in qs]).double()
+            state.p_memory_dict[0] = torch.empty(rows * compressor.rank).double()
+        return hook(state, bucket)
+
+    ddp.register_comm_hook(state, from_the_same_state)
+    for step in range(7):
+        random = torch.Generator().manual_seed(10 * step + cluster.rank)
+        x = torch.randn(24, 12, generator=random).double()
+        for model in [ddp] if step < 2 and name == "powersgd" else [ddp, ours]:  # it begins in the third
+            model.zero_grad()
+            model(x).square().mean().backward()
+        if step >= 2 or name != "powersgd":
+            ours.finish_gradient_sync()
+            assert_same(gradients(ours.module), gradients(ddp.module), rtol, f"gradient in step {step}")
+
+
+def test_powersgd_equals_pytorchs_hook_from_the_same_state():
+    def compare(cluster: Cluster) -> None:
+        for rank in (2, 4):
+            state = torchs.PowerSGDState(
+                None,
+                matrix_approximation_rank=rank,
+                start_powerSGD_iter=2,
+                min_compression_rate=1,
+                orthogonalization_epsilon=0,
+                warm_start=True,
+            )
+            compare_with_hook(cluster, "powersgd", 1e-6, state, torchs.powerSGD_hook, rank=rank)
+
+    for world_size in (1, 2, 3):
+        run_ranks(compare, world_size)
+
+
+def test_bf16_equals_pytorchs_hook():
+    def compare(cluster: Cluster) -> None:
+        near = 0 if cluster.world_size < 3 else 2**-6  # a third is rounded before or after the sum
+        compare_with_hook(cluster, "bf16", near, None, bf16_compress_hook, error_feedback=False)
+
+    for world_size in (1, 2, 3):
+        run_ranks(compare, world_size)
+
+
+def test_the_share_of_bytes_that_is_sent_of_a_gpt():
+    def shares(cluster: Cluster) -> list[float]:
+        found = []
+        for name in ("bf16", "int8", "powersgd"):
+            model = CompressedDataParallel(GPT(GPTConfig.named("8layers")), name, pattern="ring")
+            found.append(traffic_per_step(model).bytes_sent / uncompressed(model, "ring").bytes_sent)
+        return found
+
+    bf16, int8, powersgd = run_ranks(shares, 4)[0]
+    assert bf16 <= 0.501 and int8 <= 0.26 and powersgd <= 0.05
