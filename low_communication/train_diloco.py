@@ -13,26 +13,32 @@ with Nesterov momentum, which has the same state on all ranks:
 With an outer rate of 1 and no momentum the new anchor is the mean of the parameters: local SGD
 (train_local_sgd.py). The inner optimizer's state stays on its rank and is never sent.
 
-      bytes of a step     2 (n-1)/n P / H        as local SGD; P: bytes of all parameters, on a ring
+      bytes of a step     2 (n-1)/n P / H        as local SGD; P: bytes of all parameters, n ranks in a ring
       memory of a rank    2 P more: the anchor and its momentum
 
 With `fragments=F` the parameters are divided into F fragments, first layers first. Each is synchronised every
-H steps, but in other steps than the others, so F times less is sent at a time. With `delay=D` the training
-goes on while a fragment travels, and its new anchor arrives D steps later; what the rank has learned
-meanwhile is kept:
+H steps, but no two in the same step, so F times fewer bytes travel at a time. With `delay=D` the training
+goes on while a fragment travels, and its new anchor arrives D steps later:
 
       step            0 ─────────── 8 ─────────── 16 ────────── 24 ────────── 32         H = 32, F = 4, D = 2
       fragment 1      train ────────┤ send ┤ the new anchor arrives in step 10
       fragment 2      train ──────────────────────┤ send ┤ ... in step 18
 
-`wire` compresses what is sent (compressors.py): "bf16" or "int8". It is divided by nothing and rounded once.
+The rank keeps what it learns in these D steps. When the new anchor arrives, it takes
+
+      parameters = parameters + (new anchor - parameters that it sent)
+
+`wire` is the type of the numbers that travel (compressors.py): "float32", "bf16" or "int8". A change is
+rounded once in H steps, and what the rounding loses is not sent later, as train_compressed.py would do.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 https://arxiv.org/abs/2311.08105; fragments and delay are from "Streaming DiLoCo with overlapping
-communication", 2025, https://arxiv.org/abs/2501.18512, which mixes the new anchor with the rank's parameters.
+communication", 2025, https://arxiv.org/abs/2501.18512, where a rank takes a weighted mean of its parameters
+and the new anchor.
 """
 
 import dataclasses
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
@@ -54,15 +60,22 @@ from training.guard import Guard
 from training.run import Run
 from training.valid_targets import count_valid
 
+WIRES = ("float32", "bf16", "int8")  # the other compressors need error feedback
+
 
 class Fragment:
-    """Some of the parameters, flat: where they were at the last synchronisation, and the outer momentum."""
+    """Holds some of the parameters, and flat tensors of their size: the anchor, and the outer momentum.
+
+    It is sent in each step t with t mod H = `due`.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], compressor: Compressor, due: int) -> None:
         self.parameters, self.compressor, self.due = parameters, compressor, due
         self.anchor = self.flat()
         self.momentum = torch.zeros_like(self.anchor)
+        # The step in which it was sent, the parameters then, and their change, being averaged.
         self.on_its_way: tuple[int, Tensor, Tensor, Future[Tensor]] | None = None
+        self.equal_in = 0  # the last step after which all ranks had the same parameters
 
     def flat(self) -> Tensor:
         """Return a copy of the parameters as they are now."""
@@ -79,7 +92,10 @@ class DiLoCo(nn.Module):
 
     Call `after_step()` after each step of the rank's own optimizer. Each fragment is sent every `sync_every`
     steps, and arrives `delay` steps later. Call `finish()` after the last step: then all ranks have the same
-    parameters. If `delay` is not 0, `group` must be one in which nothing else is sent.
+    parameters. With a delay, `group` must be one in which nothing else is sent.
+
+    Tied, frozen and unused parameters are supported, as in LocalSGD. Buffers become rank 0's at wrapping, and
+    are not sent again. training/guard.py refuses a module that is changed after wrapping.
     """
 
     def __init__(
@@ -97,20 +113,16 @@ class DiLoCo(nn.Module):
         super().__init__()
         self.module, self.sync_every, self.delay = module, sync_every, delay
         self.outer_lr, self.outer_momentum, self.steps = outer_lr, outer_momentum, 0
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        refuse_options(len(trained), sync_every, fragments, delay, wire, outer_lr, outer_momentum, group)
         self._guard = Guard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not (0 <= delay < sync_every and 1 <= fragments <= min(sync_every, len(trained))):
-            raise WorkbookError(
-                f"sync_every {sync_every}, fragments {fragments}, delay {delay}: a delay is shorter than the "
-                "steps between two synchronisations, and there are at most as many fragments as steps and "
-                "as parameters."
-            )
         self.fragments = []
-        for i, parameters in enumerate(divide(trained, fragments)):
+        for i, parameters in enumerate(parts := divide(trained, fragments)):
             compressor = COMPRESSORS[wire]([p.shape for p in parameters], group, pattern)
-            self.fragments.append(Fragment(parameters, compressor, i * sync_every // fragments))
+            due = (i + 1) * sync_every // len(parts) % sync_every
+            self.fragments.append(Fragment(parameters, compressor, due))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fragments")
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
@@ -119,9 +131,9 @@ class DiLoCo(nn.Module):
 
     @torch.no_grad()
     def after_step(self) -> Traffic:
-        """Count a step, receive the fragment whose delay is over, and send the one that is due.
+        """Count a step, send the fragment that is due, and receive the one whose delay is over.
 
-        Returns what this rank is expected to have sent for it.
+        Return what this rank is expected to send for it.
         """
         self.steps += 1
         sent = Traffic()
@@ -141,35 +153,83 @@ class DiLoCo(nn.Module):
         fragment.on_its_way = self.steps, left, change, averaged
 
     def _receive(self, fragment: Fragment) -> None:
-        """Take the outer step, and move this rank's parameters by as much as the anchor is away."""
+        """Take the outer step, and move this rank's parameters by as much as they were off the new anchor."""
         assert fragment.on_its_way is not None
         sent_in, left, change, averaged = fragment.on_its_way
         fragment.on_its_way = None
         with span("wait", "wait"):
-            averaged.result()
+            averaged.result()  # from here on `change` is the mean over ranks
         fragment.momentum.mul_(self.outer_momentum).add_(change)
         fragment.anchor -= self.outer_lr * (change + self.outer_momentum * fragment.momentum)
         if sent_in == self.steps:
             fragment.set(fragment.anchor)
+            fragment.equal_in = self.steps
         else:  # keep what this rank has learned while the fragment travelled
             fragment.set(fragment.flat() + (fragment.anchor - left))
 
     @torch.no_grad()
     def finish(self) -> Traffic:
-        """Synchronise all fragments at once, so that the ranks end with the same parameters."""
+        """Let the ranks end with the same parameters: average those that were trained since they were equal.
+
+        This is no outer step: after a part of a round, the momentum of whole rounds would lead too far.
+        Return what this rank is expected to send.
+        """
         sent = Traffic()
         for fragment in self.fragments:
             if fragment.on_its_way:
                 self._receive(fragment)
-            if self.delay or self.steps % self.sync_every != fragment.due:
-                self._send(fragment)
-                self._receive(fragment)
+            if fragment.equal_in < self.steps:
+                change = fragment.anchor - fragment.flat()
+                self._thread.submit(fragment.compressor.mean, change).result()
+                fragment.anchor -= change
+                fragment.set(fragment.anchor)
+                fragment.equal_in = self.steps
                 sent += fragment.compressor.traffic()
         return sent
 
 
+def refuse_options(
+    parameters: int,
+    sync_every: int,
+    fragments: int,
+    delay: int,
+    wire: str,
+    outer_lr: float,
+    outer_momentum: float,
+    group: Group,
+) -> None:
+    """Raise WorkbookError, in one sentence, unless DiLoCo can train so; `parameters` is their number."""
+    for is_wrong, sentence in (
+        (sync_every < 1, f"sync_every is {sync_every}: it is a number of steps, at least 1."),
+        (
+            not 1 <= fragments <= min(sync_every, parameters),
+            f"fragments is {fragments}: there is at least 1, and there are no more than steps between two "
+            f"synchronisations, {sync_every}, or parameters, {parameters}.",
+        ),
+        (
+            not 0 <= delay < sync_every,
+            f"delay is {delay}: it is a number of steps from 0, and less than sync_every, {sync_every}.",
+        ),
+        (
+            delay > 0 and group is None,
+            "With a delay, messages travel beside those of the training: give DiLoCo a group of its own.",
+        ),
+        (wire not in WIRES, f"wire is {wire}: choose one of {', '.join(WIRES)}."),
+        (not 0 < outer_lr < math.inf, f"outer_lr is {outer_lr}: it is a number above 0."),
+        (
+            not 0 <= outer_momentum < 1,
+            f"outer_momentum is {outer_momentum}: it is a number from 0, and less than 1.",
+        ),
+    ):
+        if is_wrong:
+            raise WorkbookError(sentence)
+
+
 def divide(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
-    """Divide parameters, in their order, into fragments of about equal size."""
+    """Divide parameters, in their order, into at most `number` fragments of about equal size.
+
+    There are fewer if a parameter is larger than a fragment.
+    """
     total, before = sum(p.numel() for p in parameters), 0
     fragments: list[list[nn.Parameter]] = [[] for _ in range(number)]
     for parameter in parameters:
@@ -193,11 +253,11 @@ class DiLoCoArgs(LocalArgs):
     fragments: int = 1
     """Number of fragments that are synchronised in different steps."""
     delay: int = 0
-    """Number of steps after which a fragment that was sent must have arrived. 0: the rank waits for it."""
+    """Number of steps after which a fragment that was sent arrives. 0: the rank waits for it at once."""
     wire_dtype: Literal["float32", "bf16", "int8"] = "float32"
     """Type of the numbers that are sent."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer, a number without unit."""
+    """Learning rate of the outer optimizer, a number without unit. 1, without momentum, is local SGD."""
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 
@@ -226,11 +286,10 @@ def main(cluster: Cluster, args: DiLoCoArgs) -> None:
                 is_last = step + 1 == args.steps
                 if is_last:
                     sent += model.finish()
-                record.loss = run.mean_loss(loss) if is_last else loss  # in between rank 0's own
-            run.expect_traffic(sent, has_mean_loss=not is_last)
+                record.loss = run.mean_loss(loss) if is_last else loss  # rank 0's own, until the last step
+            run.expect_traffic(sent, has_mean_loss=not is_last)  # a loss that is not averaged sends nothing
             run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, sync_every=args.sync_every, fragments=len(model.fragments))
 
 
 if __name__ == "__main__":

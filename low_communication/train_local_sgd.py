@@ -11,15 +11,22 @@ steps, and then the same number of bytes:
       bytes of a step     2 (n-1)/n P / H         P: bytes of all parameters, in a ring of n ranks
       time of a step      computing + time on the wire / H
 
-In between each rank takes steps with the gradients of its own examples only, and the replicas drift apart
-(train_alone.py). With H = 1 and plain SGD nothing drifts, because the mean of the ranks' parameters is the
-old parameters less lr times the mean gradient: that is data parallelism. With more steps the two differ. A
-rank's second gradient is computed where its first step has led, and the other ranks have gone elsewhere. So
-averaging parameters is not averaging gradients, and a step learns less, the more the longer H is.
+Between two averages each rank takes steps with the gradients of its own examples only, and the replicas
+drift apart (data_parallel/train_alone.py). With H = 1 and plain SGD nothing drifts. For n ranks that have the
+gradients g_i at the same parameters w
 
-The optimizer's state (momentum, Adam's two averages) is of gradients of one rank. By default each rank keeps
-its own: it is an average over several steps anyway, and to send it would double (momentum) or treble (Adam)
-the bytes. `average_state=True` averages it, too.
+      mean of the ranks' parameters     1/n sum (w - lr g_i)  =  w - lr (1/n sum g_i)     data parallelism
+
+With more steps the two differ, because a rank computes its second gradient where its own first step has led,
+and the first steps of the other ranks have led elsewhere. So averaging parameters is not averaging gradients,
+and the longer H is, the less a step learns.
+
+The optimizer's state (momentum, Adam's two averages) comes from the gradients of one rank. By default each
+rank keeps its own, and only parameters are sent. The state is an average over many steps anyway, and to send
+it would double (momentum) or treble (Adam) the bytes. `average_state=True` averages the state, too.
+
+A rank's loss is the mean over its own valid targets, because nothing is sent in a step. If ranks have unequal
+numbers of them (--ignore-first), the ranks count equally, and not the targets.
 
 Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767; the
 same idea as federated averaging, McMahan et al., AISTATS 2017. torch has `PeriodicModelAverager`.
@@ -50,9 +57,12 @@ class LocalSGD(nn.Module):
     """Wraps a module that every rank of `group` trains alone, and averages its parameters every H steps.
 
     Call `after_step(optimizer)` after each step of the optimizer: it averages when `sync_every` steps are
-    done, and then returns True. `average(optimizer)` does so at once; call it after the last step. With
-    `average_state` the optimizer's state is averaged with the parameters: all ranks must then have used the
-    same parameters.
+    done, and then returns True. `average(optimizer)` averages at once; call it after the last step if that
+    step did not. With `average_state` it also averages what the optimizer keeps, element by element.
+
+    Tied, frozen and unused parameters are supported: the optimizer of a rank that does not use a parameter
+    leaves it as it is. Buffers become rank 0's at wrapping, and are not sent again. training/guard.py refuses
+    a module that is changed after wrapping.
     """
 
     def __init__(
@@ -65,7 +75,7 @@ class LocalSGD(nn.Module):
     ) -> None:
         super().__init__()
         if sync_every < 1:
-            raise WorkbookError(f"sync_every is {sync_every}; it is a number of steps, at least 1.")
+            raise WorkbookError(f"sync_every is {sync_every}: it is a number of steps, at least 1.")
         self.module, self.sync_every, self.group, self.pattern = module, sync_every, group, pattern
         self.average_state = average_state
         self.steps = 0  # since the last average
@@ -88,7 +98,7 @@ class LocalSGD(nn.Module):
 
     @torch.no_grad()
     def average(self, optimizer: Optimizer) -> None:
-        """Replace what this rank trains by the mean over ranks, in one message."""
+        """Replace what this rank trains by the mean over ranks, in one all-reduce."""
         tensors = self.averaged(optimizer)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with span("average", "wait"):
@@ -98,12 +108,22 @@ class LocalSGD(nn.Module):
         self.steps = 0
 
     def averaged(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the tensors to average: parameters, and perhaps what the optimizer keeps of each."""
+        """Return the tensors to average: the parameters, and with `average_state` what is kept of each.
+
+        Raise WorkbookError if the optimizer has state of some parameters only: other ranks may have it of
+        others.
+        """
         tensors = [parameter.data for parameter in self.trained]
-        if self.average_state:
-            kept = [optimizer.state[parameter] for parameter in self.trained]
-            tensors += [value for state in kept for value in state.values() if value.dim() > 0]
-        return tensors
+        states = [optimizer.state.get(parameter, {}) for parameter in self.trained]
+        if not self.average_state or not any(states):
+            return tensors
+        if not all(states):
+            raise WorkbookError(
+                "A parameter has had no gradient on this rank, so the optimizer keeps no state of it to "
+                "average: freeze what no rank uses, or leave average_state out."
+            )
+        kept = [(name, value) for state in states for name, value in state.items()]
+        return tensors + [value for name, value in kept if name != "step"]  # all ranks have counted the same
 
 
 @dataclasses.dataclass
@@ -154,12 +174,11 @@ def main(cluster: Cluster, args: LocalSGDArgs) -> None:
                 if step + 1 == args.steps and not averaged:
                     model.average(optimizer)
                     averaged = True
-                record.loss = run.mean_loss(loss) if averaged else loss  # in between rank 0's own
+                record.loss = run.mean_loss(loss) if averaged else loss  # rank 0's own, between two averages
             sent = traffic_of_average(model, optimizer) if averaged else Traffic()
-            run.expect_traffic(sent, has_mean_loss=not averaged)
+            run.expect_traffic(sent, has_mean_loss=not averaged)  # a loss that is not averaged sends nothing
             run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model)
+    run.finish(model, sync_every=args.sync_every)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,15 @@ def _where_time_goes(f: Figures) -> str | None:
     )
 
 
+def _alone(f: Figures) -> str | None:
+    if (steps := f.get("sync_every", 1)) == 1:
+        return None
+    return (
+        f"Each rank trains alone for {steps} steps, and drifts away from the others; the time and the bytes "
+        "of a step are means over such a round, with its synchronisation."
+    )
+
+
 def _busiest_axis(f: Figures) -> str | None:
     sent = _sent_along(f)
     if len(sent) < 2 or not sum(sent.values()):
@@ -278,5 +287,5 @@ def _unseen(f: Figures) -> str | None:
     return "Only a simulated link shows what is hidden: add ARGS='--link 1gbit'." if is_unseen else None
 
 
-MEANINGS = (_drifted, _idle, _busiest_axis, _compressed, _where_time_goes, _unseen)
+MEANINGS = (_drifted, _alone, _idle, _busiest_axis, _compressed, _where_time_goes, _unseen)
 """What a run means: the first of these that has something to say."""

@@ -286,7 +286,8 @@ class Run:
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
         unit = "tokens" if self._model == "gpt" else "images"
-        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step, unit)
+        round_steps = getattr(self._args, "sync_every", 1)
+        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step, unit, round_steps)
 
     def _measured_flops(self) -> float:
         is_bf16 = getattr(self._args, "bf16", False) or getattr(self._args, "precision", "") == "bf16"

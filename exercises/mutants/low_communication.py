@@ -2,6 +2,8 @@
 
 from exercises.mutants import mutant
 
+LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
+DILOCO = "tests/low_communication/test_diloco.py::"
 COMPRESSED = "tests/low_communication/test_compressed.py::"
 COMPRESSORS = "tests/low_communication/test_compressors.py::"
 IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained"
@@ -58,4 +60,52 @@ mutant(
     target="low_communication.compressors.TopK.mean",
     changes={"its_places.long()": "places"},
     killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+)
+
+mutant(
+    "local_state_reset",
+    "The loss falls more slowly than with torch's averager: each average throws the optimizer's state away.",
+    target="low_communication.train_local_sgd.LocalSGD.average",
+    changes={"self.steps = 0": "self.steps = 0\noptimizer.state.clear()"},
+    killer=LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
+    symptom="The loss falls more slowly than with torch's averager, the more the shorter H is.",
+)
+
+mutant(
+    "diloco_sign_of_the_change",
+    "The loss rises: the ranks' change has the other sign, so the outer optimizer goes back.",
+    target="low_communication.train_diloco.DiLoCo._send",
+    changes={"change = fragment.anchor - left": "change = left - fragment.anchor"},
+    killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+)
+
+mutant(
+    "diloco_momentum_on_one_rank",
+    "The replicas differ after the second outer step: only rank 0 keeps the outer momentum.",
+    target="low_communication.train_diloco.DiLoCo._receive",
+    changes={
+        "fragment.momentum.mul_(self.outer_momentum).add_(change)": (
+            "kept = self.outer_momentum if torch.distributed.get_rank() == 0 else 0.0\n"
+            "fragment.momentum.mul_(kept).add_(change)"
+        ),
+    },
+    killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+)
+
+mutant(
+    "diloco_fragments_in_another_order",
+    "Parameters are averaged with other parameters: each rank begins its round with another fragment.",
+    target="low_communication.train_diloco.DiLoCo.__init__",
+    changes={"due = (i + 1) * sync_every": "due = (i + 1 + torch.distributed.get_rank(group)) * sync_every"},
+    killer=DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
+    symptom="With fragments of equal size the loss does not fall.",
+)
+
+mutant(
+    "diloco_learned_meanwhile_lost",
+    "With a delay the loss falls more slowly: the new anchor replaces what was learned while it travelled.",
+    target="low_communication.train_diloco.DiLoCo._receive",
+    changes={"fragment.set(fragment.flat() + (fragment.anchor - left))": "fragment.set(fragment.anchor)"},
+    killer=DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
+    symptom="The longer the delay is, the more slowly the loss falls.",
 )

@@ -41,6 +41,8 @@ class StepRecord:
 class Meter:
     """Times the steps of one rank, without the first `warmup` steps, but at most half of all.
 
+    `round_steps` is the number of steps after which the training repeats itself: 1, unless it communicates in
+    some steps only. The time of a step is then the mean over a round.
     `tokens_per_step` is that of the global batch, over all ranks, and `unit` names what they are. `steps` is
     the number of the last step; a run that continues from a checkpoint begins after `first_step`.
     """
@@ -55,10 +57,11 @@ class Meter:
         warmup: int = 2,
         first_step: int = 0,
         unit: str = "tokens",
+        round_steps: int = 1,
     ) -> None:
         self._cluster, self._run_mode, self._as_json = cluster, run_mode, as_json
         self._steps, self._first_step, self._warmup = steps, first_step, warmup
-        self._tokens_per_step, self._unit = tokens_per_step, unit
+        self._tokens_per_step, self._unit, self._round_steps = tokens_per_step, unit, round_steps
         self.windows: list[tuple[int, int]] = []  # start and end of each step, nanoseconds of perf_counter_ns
         self._console = Console(stderr=as_json)
         self._printed_at = -math.inf
@@ -118,9 +121,12 @@ class Meter:
         return {key: _plain(value) for key, value in (summary | extras).items()}
 
     def _step_seconds(self) -> float | None:
-        """Return the median; a mean would also have the few steps in which the machine does other things."""
+        """Return the median over rounds; a mean would also have those in which the machine was busy."""
         seconds = [(end_ns - start_ns) / 1e9 for start_ns, end_ns in self.windows]
-        return statistics.median(seconds[min(self._warmup, len(seconds) // 2) :]) if seconds else None
+        timed = seconds[min(self._warmup, len(seconds) // 2) :]
+        size = min(self._round_steps, len(timed))
+        rounds = [timed[end - size : end] for end in range(size, len(timed) + 1, size)] if timed else []
+        return statistics.median(map(statistics.fmean, rounds)) if rounds else None
 
     def _tokens_per_second(self) -> float | None:
         seconds = self._step_seconds()

@@ -53,6 +53,15 @@ def test_warm_up_steps_are_neither_in_the_median_nor_in_the_tokens_per_second(cl
     assert (summary["step_seconds"], summary["tokens_per_second"]) == (2.5, 100 / 2.5)
 
 
+def test_the_time_of_a_step_is_the_mean_over_a_round_if_ranks_communicate_in_some_steps_only(clock):
+    meter = Meter(rank(), "local_sgd", steps=9, tokens_per_step=100, round_steps=3)
+    for seconds in (50.0, 40.0, 1.0, 1.0, 7.0, 1.0, 1.0, 7.0, 1.0):
+        with meter.step() as record:
+            clock[0] += seconds
+            record.loss = 0.0
+    assert meter.finish()["step_seconds"] == 3.0
+
+
 def test_traffic_is_counted_inside_of_steps_and_nowhere_else():
     LEDGER.count("broadcast", "tree", 1_000_000)
     meter = Meter(rank(), "train", steps=3, tokens_per_step=1)

@@ -1,0 +1,231 @@
+"""Test that DiLoCo's ranks equal workers in one process, whose outer optimizer is torch's SGD."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lab.check import assert_same, parameters
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.ranks import run_ranks
+from lab.trace.ledger import LEDGER, Traffic
+from low_communication.train_diloco import DiLoCo, divide
+from low_communication.train_local_sgd import LocalSGD
+from tests.data_parallel.equivalence import Odd, gpt
+from tests.low_communication.equivalence import (
+    Task,
+    Workers,
+    adamw,
+    assert_equals,
+    assert_replicas_equal,
+    everyone,
+    momentum,
+    payload,
+    train_step,
+)
+
+
+class OuterSteps:
+    """What DiLoCo's ranks must do, told of n workers in one process, parameter by parameter."""
+
+    def __init__(
+        self, workers: Workers, fragments: list[list[str]], h: int, delay: int, lr: float, mu: float
+    ):
+        self.workers, self.h, self.delay = workers, h, delay
+        self.fragments = fragments
+        self.anchors = {name: nn.Parameter(workers.mean(name)) for name in workers.trained}
+        self.outer = torch.optim.SGD(self.anchors.values(), lr=lr, momentum=mu, nesterov=mu > 0)
+        self.travelling: list[tuple[int, dict[str, list[Tensor]]]] = []
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        step = self.workers.steps
+        for i, names in enumerate(self.fragments):
+            if step % self.h == (i + 1) * self.h // len(self.fragments) % self.h:
+                sent = {name: [one[name].clone() for one in self.workers.named] for name in names}
+                self.travelling.append((step + self.delay, sent))
+        for arrival in [one for one in self.travelling if one[0] == step]:
+            self._arrive(arrival)
+
+    def _arrive(self, arrival: tuple[int, dict[str, list[Tensor]]]) -> None:
+        self.travelling.remove(arrival)
+        sent = arrival[1]
+        self.outer.zero_grad()
+        for name, of_workers in sent.items():
+            self.anchors[name].grad = torch.stack([self.anchors[name] - one for one in of_workers]).mean(0)
+        self.outer.step()
+        for name, of_workers in sent.items():
+            for one, named in zip(of_workers, self.workers.named, strict=True):
+                named[name] += self.anchors[name] - one
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        while self.travelling:
+            self._arrive(self.travelling[0])
+        self.workers.average()
+
+
+def compare(
+    cluster: Cluster, name: str, steps: int, h: int, fragments: int, delay: int, mu: float = 0.9
+) -> None:
+    what = f"{name}, {cluster.world_size} ranks, H {h}, {fragments} fragments, delay {delay}"
+    task = Task(name, cluster.world_size)
+    workers = Workers(task, adamw)
+    model = DiLoCo(task.make(cluster.rank), h, everyone(cluster), "ring", fragments, delay, outer_momentum=mu)
+    name_of = {parameter: name for name, parameter in model.module.named_parameters()}
+    names = [[name_of[p] for p in fragment.parameters] for fragment in model.fragments]
+    assert [name for part in names for name in part] == workers.trained
+    outer, optimizer = OuterSteps(workers, names, h, delay, 0.7, mu), adamw(model.parameters())
+    for step in range(steps):
+        workers.step()
+        outer.after_step()
+        train_step(cluster, task, model, optimizer, step)
+        model.after_step()
+        assert_equals(cluster, model, workers, f"{what}, step {step}")
+    outer.finish()
+    model.finish()
+    assert_equals(cluster, model, workers, f"{what}, at the end")
+    assert_replicas_equal(cluster, model, what)
+    assert model.finish() == Traffic(), "all ranks have the same parameters already"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_outer_steps_equal_workers_in_one_process(world_size: int):
+    def work(cluster: Cluster) -> None:
+        compare(cluster, "gpt", steps=5, h=2, fragments=1, delay=0)
+        compare(cluster, "odd", steps=4, h=2, fragments=2, delay=0)
+
+    run_ranks(work, world_size)
+
+
+def test_momentum_is_the_same_on_all_ranks_after_two_rounds():
+    run_ranks(lambda cluster: compare(cluster, "gpt", steps=4, h=2, fragments=1, delay=0), 2)
+
+
+def test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile():
+    def work(cluster: Cluster) -> None:
+        compare(cluster, "gpt", steps=9, h=4, fragments=2, delay=1)
+        compare(cluster, "odd", steps=10, h=3, fragments=3, delay=2)  # several travel at the same time
+        compare(cluster, "gpt", steps=6, h=3, fragments=1, delay=2, mu=0.0)  # sent in the last step
+
+    for world_size in (2, 3):
+        run_ranks(work, world_size)
+
+
+def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks():
+    """Both fragments have the same size, so no collective would notice another order."""
+
+    def work(cluster: Cluster) -> None:
+        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model = DiLoCo(layers, 2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+        for _ in range(2):
+            for i, layer in enumerate(layers):
+                nn.init.constant_(layer.weight, 10.0 * i + cluster.rank)
+            model.after_step()
+            model.finish()
+        found = {str(i): layer.weight.detach() for i, layer in enumerate(layers)}
+        expected = {str(i): torch.full((2, 2), 10.0 * i + 0.5) for i in range(2)}
+        assert_same(found, expected, 1e-6, "parameter of layer")
+
+    run_ranks(work, 2)
+
+
+def test_an_outer_rate_of_1_without_momentum_is_local_sgd():
+    def work(cluster: Cluster) -> None:
+        task = Task("gpt", 3)
+        local = LocalSGD(task.make(0), 3)
+        diloco = DiLoCo(task.make(0), 3, outer_lr=1.0, outer_momentum=0.0)
+        optimizers = [momentum(model.parameters()) for model in (local, diloco)]
+        for step in range(7):
+            for model, optimizer in zip((local, diloco), optimizers, strict=True):
+                train_step(cluster, task, model, optimizer, step)
+            local.after_step(optimizers[0])
+            diloco.after_step()
+            assert_same(parameters(diloco), parameters(local), what=f"parameter, step {step},")
+        local.average(optimizers[0])
+        diloco.finish()
+        assert_same(parameters(diloco), parameters(local), what="parameter at the end")
+
+    run_ranks(work, 3)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_is_sent_is_rounded_and_no_more(wire: str):
+    """bf16 rounds a change by 1/256 of it at most, and each sum of a ring again; int8 by 1/254, twice."""
+
+    def work(cluster: Cluster) -> None:
+        task, n = Task("gpt", 3), 3
+        workers = Workers(task, adamw)
+        model = DiLoCo(task.make(cluster.rank), 2, fragments=1, wire=wire, outer_lr=1.0, outer_momentum=0.0)
+        optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
+        for step in range(2):
+            workers.step()
+            train_step(cluster, task, model, optimizer, step)
+            model.after_step()
+        assert_replicas_equal(cluster, model, wire)
+        largest = max(
+            (named[name] - start[name]).abs().max().item() for named in workers.named for name in start
+        )
+        off = max(
+            (model.module.get_parameter(name) - workers.mean(name)).abs().max().item() for name in start
+        )
+        assert 0 < off <= largest * {"bf16": (n + 1) / 256, "int8": 1.01 / 127}[wire]
+
+    run_ranks(work, 3)
+
+
+def test_it_sends_the_bytes_of_each_fragment_once_in_h_steps():
+    def send(cluster: Cluster, steps: int, **options: Any) -> int:
+        layers = nn.Sequential(*(nn.Linear(5, 6, bias=False) for _ in range(4)))  # 120 numbers
+        model = DiLoCo(layers, group=everyone(cluster), pattern="ring", **options)
+        start, before, expected = LEDGER.total(), payload(), Traffic()
+        for _ in range(steps):
+            expected += model.after_step()
+        expected += model.finish()
+        assert expected == LEDGER.total() - start, options
+        return payload() - before
+
+    def work(cluster: Cluster) -> None:
+        n = cluster.world_size
+        all_at_once = 2 * (n - 1) * 120 * 4 // n
+        assert send(cluster, 6, sync_every=1) == 6 * all_at_once
+        assert send(cluster, 8, sync_every=4) == 2 * all_at_once
+        assert send(cluster, 9, sync_every=4) == 3 * all_at_once  # and once more after the last step
+        assert send(cluster, 8, sync_every=4, fragments=2) == 2.5 * all_at_once
+        assert send(cluster, 12, sync_every=4, fragments=4, delay=2) == 3.75 * all_at_once
+        assert send(cluster, 8, sync_every=4, wire="bf16") == all_at_once
+        assert send(cluster, 8, sync_every=4, wire="int8") == 2 * 2 * (n - 1) * 1028  # a block for each rank
+
+    for world_size in (1, 2, 3):
+        run_ranks(work, world_size)
+
+
+def test_fragments_are_about_equal_and_have_each_parameter_once_in_order():
+    trained = list(gpt(0).parameters())
+    for number in (1, 2, 3, 5):
+        fragments = divide(trained, number)
+        assert len(fragments) <= number
+        assert all(a is b for a, b in zip(itertools.chain(*fragments), trained, strict=True))
+    equal = [nn.Parameter(torch.zeros(3)) for _ in range(6)]
+    assert [len(fragment) for fragment in divide(equal, 3)] == [2, 2, 2]
+
+
+def test_options_that_do_not_fit_are_refused_in_a_sentence():
+    def work(cluster: Cluster) -> None:
+        for options, sentence in (
+            ({"sync_every": 0}, "^sync_every is 0: it is a number of steps, at least 1.$"),
+            ({"fragments": 0}, "^fragments is 0: there is at least 1"),
+            ({"fragments": 3}, "^fragments is 3: .* no more than steps .*, 2, or parameters, 10.$"),
+            ({"delay": 2}, "^delay is 2: it is a number of steps from 0, and less than sync_every, 2.$"),
+            ({"delay": 1}, "^With a delay, .* give DiLoCo a group of its own.$"),
+            ({"wire": "topk"}, "^wire is topk: choose one of float32, bf16, int8.$"),
+            ({"outer_lr": 0.0}, "^outer_lr is 0.0: it is a number above 0.$"),
+            ({"outer_momentum": 1.0}, "^outer_momentum is 1.0: it is a number from 0, and less than 1.$"),
+        ):
+            with pytest.raises(WorkbookError, match=sentence):
+                DiLoCo(Odd(0), **{"sync_every": 2, **options})
+
+    run_ranks(work, 1)
