@@ -1,4 +1,4 @@
-"""Compare ZeRO 1, 2 and 3 with FSDP2 and with plain data parallelism: step times and memory.
+"""Compare ZeRO 1, 2 and 3 and HSDP with FSDP2 and with plain data parallelism: step times and memory.
 
     python benchmarks/zero.py                  tables; --json for one JSON line
     python benchmarks/zero.py --quick          4 ranks only, fewer runs
@@ -8,7 +8,7 @@ Every rank trains a GPT of 12.9 million parameters with AdamW on one window of t
 process group and take turns, step by step (benchmarks/side_by_side.py). The slow link is a software link
 (comm/wire/slow_link.py), the same for all variants. On loopback `fsdp2` is unchanged FSDP2. On the slow
 link FSDP2 sends through comm (zero/train_fsdp.py), because only comm can be slowed down; gloo still
-moves the bytes.
+moves the bytes. `hsdp` and FSDP2 on a mesh of two dimensions run on loopback, as two machines of two ranks.
 
 `peak memory` is the peak of the process. Most of it is Python and torch, so `above start` is the memory that
 training added.
@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
 
 from benchmarks import side_by_side
 from benchmarks.data_parallel import replicas
@@ -27,6 +30,7 @@ from benchmarks.side_by_side import GPT_13M, Rows, Seconds, Training, medians, n
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.memory import MemoryReport
+from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
 from zero.memory import FORMULAS, Held, formula
 
 LINKS = ("loopback", "1gbit")
@@ -37,7 +41,7 @@ SIZES = (1, 2, 3, 4)  # world sizes in the pictures
 
 @dataclasses.dataclass
 class Args(side_by_side.Args):
-    """Compare ZeRO 1, 2 and 3 with FSDP2 and with data parallelism."""
+    """Compare ZeRO 1, 2 and 3 and HSDP with FSDP2 and with data parallelism."""
 
     plot: Path | None = None
     """Draw memory.png and step_time.png into this folder, and measure nothing else."""
@@ -55,6 +59,21 @@ def alternate(cluster: Cluster, names: list[str], runs: int) -> list[Seconds]:
         variants["fsdp2"] = training("fsdp2", by_comm=True)
         variants["fsdp2"]()
     return [*seconds, side_by_side.alternate(variants, runs, LINKS[1], warmup=0)]
+
+
+def alternate_hybrids(cluster: Cluster, runs: int) -> Seconds:
+    """Return each step's seconds on this rank, of ours and of FSDP2, where half the ranks are a machine."""
+    half = cluster.world_size // 2
+    ours = HybridShardedDataParallel(new_gpt(GPT_13M), *groups_of(cluster, half), pattern="pipelined_ring")
+    theirs = new_gpt(GPT_13M)
+    mesh = init_device_mesh(cluster.device.type, (2, half), mesh_dim_names=("replicate", "shard"))
+    for part in (*theirs.blocks, theirs):
+        fully_shard(part, mesh=mesh)
+    variants = {
+        name: Training(model, AdamW(model.parameters(), lr=1e-3), tokens(GPT_13M, 1))
+        for name, model in (("hsdp", ours), ("fsdp2", theirs))
+    }
+    return side_by_side.alternate(variants, runs, warmup=1)
 
 
 def peak(cluster: Cluster, name: str) -> tuple[int, int]:
@@ -88,6 +107,12 @@ def time_rows(ranks: int, names: list[str], runs: int) -> Rows:
         pairs = [(a, b) for a, b in PAIRS if b in seconds]
         rows += [side_by_side.row(a, b, seconds[a], seconds[b], ranks, link) for a, b in pairs]
     return rows
+
+
+def hybrid_row(ranks: int, runs: int) -> dict[str, Any]:
+    """Return the row of HSDP."""
+    seconds = medians(run_ranks(alternate_hybrids, ranks, runs, timeout=300))
+    return side_by_side.row("hsdp", "fsdp2", seconds["hsdp"], seconds["fsdp2"], ranks)
 
 
 def memory_rows(ranks: int) -> Rows:
@@ -150,9 +175,10 @@ def main(args: Args) -> None:
         return
     names = ["bucket_overlap", "zero1", "zero2", "zero3", "fsdp2"]
     if args.quick:
-        rows = time_rows(4, names, 2) + memory_rows(4)
+        rows = [*time_rows(4, names, 2), hybrid_row(4, 2), *memory_rows(4)]
     else:
         rows = [one for n in (2, 4) for one in time_rows(n, ["naive", *names], 5) + memory_rows(n)]
+        rows.append(hybrid_row(4, 5))
     side_by_side.show("zero", rows, args, "GPT of 12.9 M parameters, AdamW")
 
 

@@ -1,31 +1,39 @@
-"""Hybrid sharding (HSDP): shards within a machine, replicas between machines.
+"""Hybrid sharding (HSDP): shards within a machine, and a replica on each machine.
 
-                  machine 0                      machine 1
-      shards      rank 0    rank 1               rank 2    rank 3       gather parameters, reduce-scatter
-                  1st half  2nd half             1st half  2nd half     gradients: fast links
-                     │         │                    │         │
-      replicas       └─────────┼── all-reduce of ───┘         │         only the gradients of a shard:
-                               └── the shards of gradients ───┘         the slow network
+                    machine 0                 machine 1
+      shards        rank 0 ◄──► rank 1        rank 2 ◄──► rank 3     fast links: gather parameters,
+                      ▲           ▲             ▲           ▲        reduce-scatter gradients
+      replicas        └───────────┼─────────────┘           │
+                                  └─────────────────────────┘        slow network: all-reduce gradients of
+                                                                     shards
 
-ZeRO 3 on all n ranks sends every parameter twice and every gradient once, and most of it leaves the machine.
-Here m ranks of a machine divide everything among them, and each of the n/m machines has a copy. Parameters
-never leave a machine. Of the gradients a rank sends only those of its shard, when they are the mean over its
-machine already:
+ZeRO 3 divides everything among all n ranks, so its gathers cross the network between machines. Here the m
+ranks of a machine divide everything among them, and each of the k machines has a full copy. Parameters never
+leave a machine. Gradients leave it once, when they are the mean over the machine already: a rank all-reduces
+those of its shard with the ranks of other machines that have the same shard.
 
-                        within a machine               between machines
-      ZeRO 3            with P bytes of parameters, 3 (n-1)/n P in all, over every link of the ring
-      HSDP              3 (m-1)/m P                    2 (n/m - 1)/(n/m) P/m
-      memory            ZeRO 3: a rank has an n-th of the parameters, gradients and state; HSDP: an m-th
+      bytes in a step                   ZeRO 3            HSDP
+      a rank sends, in all              3 (n-1)/n P       3 (m-1)/m P + 2 (k-1)/k P/m
+      a machine sends to others         3 (n-1)/n P       2 (k-1)/k P
+      a rank keeps                      (P + G + O)/n     (P + G + O)/m
+      P, G, O: bytes of all parameters, gradients and optimizer state; n = k m
 
-With two machines of 8 GPUs that is P/8 over the network for each rank, where ZeRO 3 sends 2.8 P over some
-links. The price is memory. ZeRO++ keeps ZeRO 3's shards of state, and a second copy of the parameters within
-each machine (Wang et al. 2023, https://arxiv.org/abs/2306.10209).
+3 P is two gathers and a reduce-scatter, less what a block saves that is gathered once (zero/train_zero3.py).
+In ZeRO 3's ring the last rank of a machine has its right neighbour on the next machine, so all that this rank
+sends leaves its machine. On 2 machines of 8 ranks, a machine sends 2.8 P to the other one with ZeRO 3, and P
+with HSDP. With more microbatches ZeRO 3 sends as much again in each; HSDP sends that within a machine only,
+and the bytes between machines stay the same.
 
-The class is FullyShardedDataParallel (zero/train_zero3.py) on the ranks of a machine. When the mean gradients
-of a unit's shard have arrived, their all-reduce between the machines begins, and the backward goes on.
+The price is memory: a rank keeps k times as much. ZeRO++ pays less. It divides gradients and state among all
+ranks, and only the parameters have a copy in each machine, for the gathers of the backward (Wang et al. 2023,
+https://arxiv.org/abs/2306.10209).
 
-Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277, section 3.2.2 (hybrid sharding). torch:
-`fully_shard(module, mesh=...)` with a mesh of two dimensions.
+The class is FullyShardedDataParallel (zero/train_zero3.py) among the ranks of a machine. When the machine's
+mean gradients of a unit have arrived, their all-reduce begins, and the backward goes on. With --link, the
+ranks of a machine share its link to the others, and what stays within a machine is not slowed down.
+
+Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277, section 3.2.2 (hybrid sharding, and its
+bytes). torch: `fully_shard(module, mesh=...)` with a mesh of two dimensions.
 """
 
 import contextlib
@@ -63,68 +71,75 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
     """Shards a module among the ranks of `shard_group`, and averages gradients over `replicas`.
 
     `replicas` are the ranks that have the same shard, one on each machine. It is used as
-    FullyShardedDataParallel; after `finish_gradient_sync()` the `grad` of a shard is the mean over all ranks.
-    Inside `no_sync()` gradients are reduced within the machine only, and add up there.
+    FullyShardedDataParallel, whose options it takes. After `finish_gradient_sync()` the `grad` of each shard
+    is the mean over all ranks.
     """
 
     def __init__(self, module: nn.Module, shard_group: Group, replicas: Group, **options: Any) -> None:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            broadcast(tensor.data, root=0, group=replicas)
         super().__init__(module, shard_group, **options)
         self.replicas = replicas
-        self._averages = True  # False inside no_sync()
-        self._earlier: dict[Unit, Tensor] = {}  # gradients of earlier microbatches, means over the machine
+        for tensor in [*module.buffers(), *(unit.shard for unit in self.units)]:
+            broadcast(tensor, root=0, group=replicas)
+        self._of_machine: dict[Unit, Tensor] = {}  # gradients of a shard, not yet averaged over machines
         self._averaging: list[tuple[Unit, Tensor, Work]] = []
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run all microbatches but the last inside: their gradients stay within the machine."""
-        self._averages = False
-        with super().no_sync():
+        """Run all microbatches but the last inside: their gradients add up, and do not leave the machine."""
+        with self._guard.no_sync():
             yield
-        self._averages = True
+            super().finish_gradient_sync()
+        self._guard.arrived.update(unit.shard for unit in self._of_machine)  # a step would be too early
 
     def _complete(self, unit: Unit) -> None:
-        """Wait for the machine's mean gradients of a shard, and start to average them over machines."""
-        mine = unit.wait_for_gradients().clone()  # a view would keep all of the full gradients in memory
-        if unit in self._earlier:
-            mine += self._earlier.pop(unit)
-        if self._averages:
+        """Wait for the machine's mean gradients of a unit, and start to average them over machines."""
+        mine = unit.wait_for_gradients()
+        if unit in self._of_machine:
+            mine += self._of_machine[unit]
+        self._of_machine[unit] = mine
+        if self._guard.is_synchronising:
+            self._average(unit)
+
+    def _average(self, unit: Unit) -> None:
+        """Start to average the gradients of this rank's shard over machines."""
+        mine = self._of_machine.pop(unit)
+        with span("all-reduce", "launch", lane="launches", bytes=mine.nbytes):
             work = all_reduce(mine, "mean", self.replicas, async_op=True, pattern=self.pattern)
-            self._averaging.append((unit, mine, work))
-        else:
-            self._earlier[unit] = mine
+        self._averaging.append((unit, mine, work))
 
     def finish_gradient_sync(self) -> None:
         """Wait until the `grad` of each shard is the mean over all ranks."""
         super().finish_gradient_sync()
+        for unit in list(self._of_machine):  # if the last microbatch, too, was inside no_sync()
+            self._average(unit)
         for unit, mine, work in self._averaging:
             work.wait()
             unit.add_gradients(mine)
         self._averaging.clear()
+        self._guard.expect_gradients()
 
 
 def groups_of(cluster: Cluster, shard_size: int | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups of this rank: those that share its machine, and those with the same shard.
+    """Return two groups of this rank: the ranks of its machine, and those that have the same shard.
 
-    `shard_size` neighbours stand for a machine. None: the machines are found by their names (wire/hosts.py);
-    if there is only one, each half of the ranks stands for one.
+    `shard_size` neighbours stand for a machine. None: machines are found by their names (comm/wire/hosts.py),
+    and if there is only one, each half of an even number of ranks stands for one. All ranks must call it.
     """
     n = cluster.world_size
     if shard_size is None:
         machines = ranks_by_host(hosts_of(peer_wire(None)))
         if len(machines) == 1 and n % 2 == 0:
-            machines = [list(range(n // 2)), list(range(n // 2, n))]
-        sizes = {len(ranks) for ranks in machines}
-        if len(sizes) > 1:
-            raise WorkbookError(
-                f"The machines have {', '.join(str(len(ranks)) for ranks in machines)} ranks: hybrid "
-                "sharding needs equally many on each; give --shard-size."
-            )
-    else:
+            shard_size = n // 2
+    if shard_size is not None:
         if shard_size < 1 or n % shard_size:
             raise WorkbookError(f"--shard-size {shard_size}: it must divide the number of ranks, {n}.")
         machines = [list(range(first, first + shard_size)) for first in range(0, n, shard_size)]
+    if len({len(ranks) for ranks in machines}) > 1:
+        numbers = ", ".join(str(len(ranks)) for ranks in machines)
+        raise WorkbookError(
+            f"The machines have {numbers} ranks, and hybrid sharding needs equally many on each: start as "
+            "many on each, or give a --shard-size."
+        )
     same_shard = [list(ranks) for ranks in zip(*machines, strict=True)]
     return own_group(machines, "shards"), own_group(same_shard, "replicas")
 
@@ -134,12 +149,12 @@ class Args(ZeroArgs):
     """Train a small GPT, sharded within each machine, with a replica on each machine."""
 
     shard_size: int | None = None
-    """Number of neighbouring ranks that stand for a machine. None: machines are found by their names; if
-    there is only one, each half of the ranks stands for one."""
+    """Number of neighbouring ranks that stand for a machine. Left out: machines are found by their names; if
+    there is only one, each half of an even number of ranks stands for one."""
 
 
 def traffic_per_step(model: HybridShardedDataParallel, microbatches: int, is_clipped: bool) -> Traffic:
-    """Return what this rank is expected to send in a step."""
+    """Return what this rank is expected to send in a step: for its machine as ZeRO 3, and an all-reduce."""
     total = traffic_of_shards(model, microbatches, is_clipped)
     for unit in model.units:
         if unit.layout.is_trained:
@@ -148,11 +163,21 @@ def traffic_per_step(model: HybridShardedDataParallel, microbatches: int, is_cli
     return total
 
 
+def sent_along(run: Run) -> dict[str, int]:
+    """Return, for the report, what this rank has sent within its machine, and to other machines."""
+    rows = [(entry.axis, traffic.bytes_sent) for entry, traffic in run.traffic.items()]
+    return {
+        f"{axis}_bytes_sent": sum(sent for its, sent in rows if its == axis)
+        for axis in ("shards", "replicas")
+    }
+
+
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "hsdp")
     module = run.model()
     shard_group, replicas = groups_of(cluster, args.shard_size)
-    slow_link.spare(shard_group)  # --link is the network between machines
+    slow_link.spare(shard_group)  # --link is a machine's link to the others
+    slow_link.share(replicas, dist.get_world_size(shard_group))
     model = HybridShardedDataParallel(module, shard_group, replicas, pattern=run.pattern)
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
@@ -183,7 +208,7 @@ def main(cluster: Cluster, args: Args) -> None:
             run.expect_traffic(traffic_per_step(model, len(parts), args.clip is not None))
             run.evaluate(step, model)
             run.stop_if_asked(step)
-    run.finish(model, machines=dist.get_world_size(replicas), **memory.fields())
+    run.finish(model, machines=dist.get_world_size(replicas), **sent_along(run), **memory.fields())
 
 
 if __name__ == "__main__":

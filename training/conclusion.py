@@ -40,7 +40,8 @@ NEXT = {
     "diloco": "ARGS='--fragments 4 --delay 2' sends a part at a time, while the training goes on.",
     "data_parallel_compressed": "MODES='buckets data_parallel_compressed' ARGS='--link 200mbit --steps 20' "
     "compares it with gradients that are not compressed, on the same slow link.",
-    "hsdp": "MODES='zero3 hsdp' ARGS='--steps 10' compares it with shards among all ranks.",
+    "hsdp": "MODES='zero3 hsdp' ARGS='--link 200mbit,1ms --steps 20' shows what is gained where fewer bytes "
+    "cross the slow link.",
     "hybrid": "WORLD_SIZE=8 also has two replicas.",
     "hybrid_elastic": "RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.",
     "hybrid_elastic_mesh": "RUN_MODE=hybrid trains on a mesh without deaths.",
@@ -282,10 +283,17 @@ def _compressed(f: Figures) -> str | None:
     return f"The gradients took {f['bytes_share']:.1%} of the bytes that they have uncompressed."
 
 
+def _between_machines(f: Figures) -> str | None:
+    if f.get("machines", 1) == 1:
+        return None
+    share = f["replicas_bytes_sent"] / f["bytes_sent"]
+    return f"{share:.0%} of what rank 0 sent left its machine: gradients of its shard, averaged there before."
+
+
 def _unseen(f: Figures) -> str | None:
     is_unseen = "only with --link" in f.get("not_measured", "")
     return "Only a simulated link shows what is hidden: add ARGS='--link 1gbit'." if is_unseen else None
 
 
-MEANINGS = (_drifted, _alone, _idle, _busiest_axis, _compressed, _where_time_goes, _unseen)
+MEANINGS = (_drifted, _alone, _idle, _busiest_axis, _compressed, _between_machines, _where_time_goes, _unseen)
 """What a run means: the first of these that has something to say."""

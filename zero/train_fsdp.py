@@ -20,8 +20,8 @@
       a checkpoint has ranges of flat parameters   the rows of a DTensor are such a range, so each can load
                                                    the other's checkpoint
 
-Ours does not have: meshes that shard along one axis and replicate along the other (HSDP), shards in CPU
-memory, and parameters that are DTensors already, as in tensor parallelism.
+Ours does not have shards in CPU memory, and parameters that are DTensors already, as in tensor parallelism.
+A mesh that shards along one axis and replicates along the other (HSDP) is low_communication/train_hsdp.py.
 
 FSDP2 allows other implementations of its all-gather and reduce-scatter. Here they call `comm` with pattern
 "torch", so they are counted, drawn, and slowed down by --link, while gloo or nccl still does the work. The

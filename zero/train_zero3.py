@@ -155,12 +155,11 @@ class Unit:
         mine, work = self._reducing
         del self._reducing
         work.wait()
-        return mine
+        return mine.clone()  # a view would keep all of the full gradients in memory
 
     def add_gradients(self, mine: Tensor) -> None:
         """Add this rank's part of the mean gradients to that of earlier microbatches."""
-        # copy=True: a view would keep all of the full gradients in memory.
-        self.layout.add_gradient(self.shards, mine.to(self.shard.dtype, copy=True))
+        self.layout.add_gradient(self.shards, mine.to(self.shard.dtype))
 
 
 class ShardedModule(nn.Module):

@@ -9,8 +9,8 @@ alpha-beta model predicts (comm/cost.py). So the cores are as free as with a rea
 point-to-point message carries the time at which it would arrive, and its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
-network card. A group that stands for the ranks of one machine can be spared (`spare`). The simulation cannot
-make a link faster than the machine is.
+network card. `share` lets several groups share one, and `spare` leaves a group alone that needs no network.
+The simulation cannot make a link faster than the machine is.
 """
 
 import time
@@ -56,9 +56,14 @@ def current() -> Link | None:
     return _link
 
 
+def share(group: Group, num_groups: int) -> None:
+    """Give the collectives of this group an equal part of the rate of a link that `num_groups` share."""
+    queue_of(group).link_users = num_groups
+
+
 def spare(group: Group) -> None:
-    """Let the collectives of this group, whose ranks stand for one machine, be as fast as they are."""
-    queue_of(group).is_spared = True
+    """Do not slow down the collectives of this group: its ranks are on one machine."""
+    queue_of(group).link_users = 0
 
 
 @contextmanager
@@ -80,8 +85,9 @@ class LinkDelay:
 
     def __init__(self, queue: GroupQueue, posted: int, seconds_on: Callable[[Link], float]) -> None:
         self._queue, self._cost, self.ready = queue, 0, 0
-        if _link is not None and not queue.is_spared:
-            self._cost, self.ready = int(seconds_on(_link) * 1e9), max(posted, queue.link_free_at)
+        if _link is not None and queue.link_users:
+            link = Link(_link.alpha, _link.beta * queue.link_users)
+            self._cost, self.ready = int(seconds_on(link) * 1e9), max(posted, queue.link_free_at)
         self._start = self.ready
 
     def start(self, ready: int) -> None:

@@ -85,7 +85,7 @@ class GroupQueue:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self.sequence = 0
-        self.is_spared = False  # by the simulated link (slow_link.py)
+        self.link_users = 1  # groups that share the simulated link (slow_link.py); 0: this one needs none
         self.link_free_at = 0  # the time at which this link is free, in nanoseconds
 
     def submit(self, job: Callable[[int], None], async_op: bool) -> Handle:

@@ -109,3 +109,18 @@ mutant(
     killer=DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
     symptom="The longer the delay is, the more slowly the loss falls.",
 )
+
+HSDP = "tests/low_communication/test_hsdp.py::"
+
+mutant(
+    "hsdp_groups_swapped",
+    "Hybrid sharding is slower than ZeRO 3: parameters are gathered from other machines.",
+    target="low_communication.train_hsdp.groups_of",
+    changes={
+        'return own_group(machines, "shards"), own_group(same_shard, "replicas")': (
+            'return own_group(same_shard, "shards"), own_group(machines, "replicas")'
+        ),
+    },
+    killer=HSDP + "test_parameters_and_their_gathers_stay_on_a_machine",
+    symptom="Hybrid sharding trains right, but is slower than ZeRO 3 on a slow network.",
+)

@@ -10,6 +10,7 @@ from comm.collectives import all_reduce, barrier, reduce_scatter
 from comm.cost import Link
 from comm.transport.choice import use_transport
 from comm.wire import slow_link
+from comm.wire.groups import own_group
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.timeline import recorded, start_recording
@@ -47,6 +48,23 @@ def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pa
         assert (x == 27).all()
 
     run_ranks(slow, 3)
+
+
+def test_groups_share_a_link_and_a_group_of_one_machine_needs_none():
+    def slow(cluster) -> None:
+        shared, spared = own_group([[0, 1]]), own_group([[0, 1]])
+        slow_link.share(shared, 2)
+        slow_link.spare(spared)
+        x, link = torch.ones(MIB // 4), Link(0.0, 1 / 50e6)
+        alone = cost.seconds("all_reduce", "ring", MIB, 2, link)
+        with slow_link.slowed(link):
+            start = time.perf_counter()
+            all_reduce(x, group=shared, pattern="ring")
+            assert time.perf_counter() - start >= 2 * alone
+        with slow_link.slowed(Link(3600.0, 0.0)):
+            all_reduce(x, group=spared, pattern="ring")
+
+    run_ranks(slow, 2, timeout=60)
 
 
 def test_the_calling_thread_is_free_while_the_link_is_busy():

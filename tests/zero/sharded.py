@@ -49,11 +49,19 @@ class Blocks(nn.Module):
 class Sharded:
     """A model of one stage and its optimizer, with the same method names for all stages."""
 
-    def __init__(self, stage: str, module: nn.Module, optimizer: str, group: Group = None, **options: Any):
+    def __init__(
+        self,
+        stage: str,
+        module: nn.Module,
+        optimizer: str,
+        group: Group = None,
+        wrap: Callable[..., Any] = FullyShardedDataParallel,  # of stage 3
+        **options: Any,
+    ):
         optimizer_class, defaults = OPTIMIZERS[optimizer]
         self.module = module
         if stage == "zero3":
-            self.model = self.syncing = FullyShardedDataParallel(module, group, **options)
+            self.model = self.syncing = wrap(module, group, **options)
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
         else:
             wrap = {"zero1": ZeroOptimizer, "zero2": ZeroGradientOptimizer}[stage]
@@ -79,17 +87,17 @@ class Sharded:
     def gradients(self) -> dict[str, Tensor]:
         """Return the full mean gradients, on all ranks."""
         trained = {name: shard for name, shard in self.shards.items() if shard.tensor.requires_grad}
-        return full_tensors(trained, lambda shard: shard.tensor.grad)
+        return full_tensors(trained, lambda shard: shard.tensor.grad, self.syncing.group)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the full parameters, on all ranks."""
-        return full_tensors(self.shards, lambda shard: shard.tensor)
+        return full_tensors(self.shards, lambda shard: shard.tensor, self.syncing.group)
 
 
 def full_tensors(
-    shards: dict[str, ParameterShard], what: Callable[[ParameterShard], Tensor]
+    shards: dict[str, ParameterShard], what: Callable[[ParameterShard], Tensor], group: Group = None
 ) -> dict[str, Tensor]:
-    """Return the full tensors of which each rank has shards. Every number must be in one rank's."""
+    """Return the full tensors of which the group's ranks have shards. Every number must be in one rank's."""
     names = sorted(shards)
     sizes = [shards[name].parameter.shape.numel() for name in names]
     device = shards[names[0]].tensor.device
@@ -99,7 +107,7 @@ def full_tensors(
         value[start : start + part.numel()] = part.flatten()
         owner[start : start + part.numel()] = 1
     both = torch.cat([values, owners])
-    all_reduce(both)
+    all_reduce(both, group=group)
     values, owners = both.split(sum(sizes))
     once = {name: torch.ones(size) for name, size in zip(names, sizes, strict=True)}
     found = dict(zip(names, owners.split(sizes), strict=True))
