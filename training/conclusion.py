@@ -12,11 +12,11 @@ Figures = dict[str, Any]
 
 NEXT = {
     "train": "RUN_MODE=data_parallel_naive keeps the replicas equal.",
-    "data_parallel_naive": "MODES='naive overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows it "
-    "hidden behind the backward, on the same slow link.",
+    "data_parallel_naive": "MODES='naive overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows "
+    "how much of it the backward can hide, with all three on one simulated slow link.",
     "data_parallel_naive_grad_accumulation": "ARGS='--grad-acc-steps 4' sends as many bytes a step.",
     "data_parallel_overlap": "MODES='overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows what fewer "
-    "and larger messages gain, on the same slow link.",
+    "and larger messages gain, with both on one simulated slow link.",
     "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws the timelines of a slow "
     "link into traces/.",
     "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
