@@ -53,7 +53,9 @@ def test_its_first_exercise_fails_untouched_and_passes_with_the_lessons_code(wor
     file = workbook / "exercises" / exercise.file
     before = run(workbook, "exercises", "check", exercise.name)
     assert before.returncode == 1
-    assert before.stdout.strip() == f"{exercise.name}: unsolved  {missing(exercise)}"
+    sentence, where = before.stdout.strip().split("\n")
+    assert sentence == f"{exercise.name}: unsolved  {missing(exercise)}"
+    assert f"Write in exercises/{exercise.file}." in where
     file.write_text(solved(exercise))
     after = run(workbook, "exercises", "check", exercise.name)
     assert after.returncode == 0, after.stdout
