@@ -20,6 +20,8 @@ OP_TIMEOUT = 2.0
 LONG = {"comm": ["--mb", "1", "--repeats", "1000"], "point_to_point": []}
 LONG |= {"train": ["--steps", "100000"]}
 LONG |= {mode: ["--steps", "100000", "--patience", "1"] for mode in ("hybrid_elastic", "hybrid_elastic_mesh")}
+# These notice it only when they synchronise.
+LONG |= {mode: ["--steps", "100000", "--sync-every", "2"] for mode in ("local_sgd", "diloco")}
 SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank 1 has not answered within"
 
 
@@ -44,7 +46,7 @@ def stop_rank_1(cluster: Cluster, mode: str) -> None:
     ring.__name__ = ring_non_blocking.__name__
     main, arguments = start_of(mode)
     os.environ["OP_TIMEOUT"] = str(OP_TIMEOUT)
-    if mode in LONG and mode != "point_to_point":
+    if mode in LONG and mode not in ("point_to_point", "local_sgd", "diloco"):
         threading.Timer(1.0, stop).start()
     second_ring = mock.patch("comm.point_to_point.ring_non_blocking", ring)
     with without_measuring(), mock.patch.object(Run, "step", step), second_ring:
