@@ -36,6 +36,7 @@ from torch import Tensor
 
 from comm.collectives import Group, all_gather, all_reduce, all_to_all
 from comm.cost import expected_traffic
+from lab.launch.errors import WorkbookError
 from lab.trace.ledger import Traffic
 
 BLOCK = 1024  # numbers that share a scale
@@ -154,6 +155,8 @@ class TopK(Compressor):
 
     def __init__(self, *bucket: Any, share: float = 0.01, **options: Any) -> None:
         super().__init__(*bucket, **options)
+        if not 0 < share <= 1:
+            raise WorkbookError(f"topk sends a share of {share}: it is a number above 0, and at most 1.")
         self.k = max(1, round(share * self.numel))
 
     def mean(self, flat: Tensor) -> Tensor:
@@ -191,6 +194,8 @@ class PowerSGD(Compressor):
 
     def __init__(self, shapes: Sequence[Sequence[int]], *bucket: Any, rank: int = 4, **options: Any) -> None:
         super().__init__(shapes, *bucket, **options)
+        if rank < 1:
+            raise WorkbookError(f"powersgd's matrices have {rank} columns: it is a number from 1.")
         self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.rank = rank
         self.shapes = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in shapes]

@@ -135,7 +135,7 @@ class CompressedArgs(BucketArgs):
     error_feedback: bool = True
     """Add what a step has not sent to the gradient of the next one."""
     topk_share: float = 0.01
-    """Number from 0 to 1: the share of the numbers that topk sends."""
+    """Number above 0, and at most 1: the share of the numbers that topk sends."""
     powersgd_rank: int = 4
     """Number of columns of powersgd's matrices."""
 

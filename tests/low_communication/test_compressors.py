@@ -1,7 +1,9 @@
 """Test what each compressor sends, how far its mean is from the mean, and that it equals PyTorch's own."""
 
+import math
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from comm.exchange import exchange
 from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
 from lab.check import assert_same, gradients, state_digest
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
@@ -89,6 +92,17 @@ def test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros():
             assert_same({"mean": flat}, {"mean": mean}, 1e-5, "mean")
 
     run_ranks(compare, 3)
+
+
+def test_a_share_or_a_number_of_columns_that_makes_no_sense_is_refused():
+    def work(cluster: Cluster) -> None:
+        for share in (0.0, -1.0, 2.0, math.nan):
+            with pytest.raises(WorkbookError, match="above 0, and at most 1"):
+                TopK([(4, 3)], share=share)
+        with pytest.raises(WorkbookError, match="a number from 1"):
+            PowerSGD([(4, 3)], rank=0)
+
+    run_ranks(work, 1)
 
 
 def layers(seed: int) -> nn.Sequential:
