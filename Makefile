@@ -32,7 +32,7 @@ TARGETS := run notebooks exercises compare diff site setup test lint check-runs 
 # `make run comm` would run the default lesson, and `make run MODE=comm` would ignore MODE.
 NO_TARGET := $(filter-out $(TARGETS) install my_notebooks $(READY),$(MAKECMDGOALS))
 ifneq "$(NO_TARGET)" ""
-$(error There is no target '$(NO_TARGET)': make alone lists them. To run a lesson, write: make run RUN_MODE=$(NO_TARGET))
+$(error There is no target '$(NO_TARGET)': make alone lists them. If it is a lesson, write: make run RUN_MODE=$(NO_TARGET))
 endif
 ifeq "$(origin MODE)" "command line"
 $(error MODE is not a setting. Write: make run RUN_MODE=$(value MODE))

@@ -106,13 +106,14 @@ script_of() {
 
 list_modes() { lessons | while read -r mode _ what; do printf '  RUN_MODE=%-37s %s\n' "$mode" "$what"; done; }
 
-# The mode whose name is most like an unknown one, or nothing.
+# The mode whose name is most like an unknown one, or the shortest that has it as a part, or nothing.
 nearest() {
     local python=python
     [ -x .venv/bin/python ] && python=.venv/bin/python
     lessons | "$python" -c 'import difflib, sys
 modes = [line.split()[0] for line in sys.stdin]
-print(*difflib.get_close_matches(sys.argv[1], modes, n=1))' "$1" 2>/dev/null || true
+parts = sorted((mode for mode in modes if sys.argv[1] in mode.split("_")), key=len)
+print(*(difflib.get_close_matches(sys.argv[1], modes) or parts)[:1])' "$1" 2>/dev/null || true
 }
 
 check_link() {

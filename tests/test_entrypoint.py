@@ -47,6 +47,7 @@ def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env, 
 def test_a_misspelt_mode_is_answered_with_the_nearest_one_and_the_list_is_printed_on_request(entrypoint):
     said = entrypoint(RUN_MODE="com.").stderr
     assert said == "There is no RUN_MODE 'com.': did you mean comm? RUN_MODE=list shows all.\n"
+    assert "did you mean data_parallel_naive?" in entrypoint(RUN_MODE="naive").stderr
     listed = entrypoint(RUN_MODE="list")
     assert listed.returncode == 0 and len(listed.stdout.splitlines()) == len(MODES)
 
