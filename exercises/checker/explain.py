@@ -88,11 +88,13 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
 
 
 def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failed test to explain: the first one with a factor, else with a cause, else the first.
+    """Return the failed test to explain: the first, unless only a later one tells a factor or a cause.
 
     A hang says less than an assertion that has failed without ranks, so it comes after those.
     """
     ended = [test for test in failures if not test["failure"]["text"].startswith(_HANGS)]
+    if ended[:1] == failures[:1] and failures[0]["failure"]["cause"]:
+        return failures[0]
     found = [test for test in failures if _FACTOR.search(test["failure"]["difference"] or "")]
     found += [test for test in ended if test["failure"]["cause"]]
     if len(ended) < len(failures):

@@ -11,7 +11,7 @@ from exercises.generate import generated, missing
 from exercises.lesson_source import definition, without_annotations
 from exercises.names import typed
 
-OURS = LESSON_PACKAGES | {"low_communication", "exercises", "tests", "benchmarks"}
+OURS = LESSON_PACKAGES | {"exercises", "tests", "benchmarks"}
 INTERFACE = {"comm.collectives", "comm.functions", "comm.point_to_point", "lab.ranks", "lab.trace"}
 
 
