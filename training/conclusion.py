@@ -119,7 +119,9 @@ def _sent(f: Figures) -> str | None:
     if not f.get("bytes_sent"):
         return None
     size = units.show_bytes(f["bytes_sent"] / f["steps"])
-    sent = f"{size} in {f['messages_sent'] / f['steps']:,.0f} messages a step"
+    messages = f["messages_sent"] / f["steps"]
+    number = f"{messages:,.0f}" if messages >= 10 or messages.is_integer() else f"{messages:.1f}"
+    sent = f"{size} in {number} message{'s' * (number != '1')} a step"
     if not f.get("bytes_formula"):
         return sent
     return sent + _checked(f, ("bytes_sent", "messages_sent"), ("bytes_formula", "messages_formula"))
