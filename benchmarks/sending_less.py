@@ -148,7 +148,7 @@ def curve_of(
 def seconds_of_step(cluster: Cluster, method: str, size: Size, links: list[str]) -> dict[str, float]:
     """Return the mean seconds of a step on each link, over rounds; the slowest rank's."""
     trainer, found = Trainer(cluster, method, size, 0), {}
-    for _ in range(2 * min(trainer.round, 2)):
+    for _ in range(2):  # the first steps warm up
         trainer.step()
     for link in links:
         while trainer.steps % trainer.round:
@@ -223,20 +223,19 @@ def main(args: Args) -> None:
 
 
 def draw(curves: dict[str, tuple[Curve, float]], seconds: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw loss against steps, bytes, and seconds on the slowest and on the fastest link."""
+    """Draw loss against steps, bytes, and seconds on the two slow links."""
     figure = Figure(figsize=(15, 4.5), layout="constrained")
-    links = LINKS[0], LINKS[1]
-    titles = ["steps", "MB that a rank has sent", *(f"seconds at {link}" for link in links)]
-    for axes, title in zip(figure.subplots(1, 4, sharey=True), titles, strict=True):
-        for method, (curve, _) in curves.items():
-            steps = [point[0] for point in curve]
-            x: list[float] = {"steps": steps, "MB that a rank has sent": [p[2] / 1e6 for p in curve]}.get(
-                title, [number * seconds[method][title.removeprefix("seconds at ")] for number in steps]
-                if title.startswith("seconds") else []
-            )  # fmt: skip
-            axes.plot(x, [point[1] for point in curve], label=method, linewidth=1)
-        axes.set_xlabel(title)
-        axes.set_xscale("log" if title.startswith("MB") else "linear")
+    panels = figure.subplots(1, 4, sharey=True)
+    for method, (curve, _) in curves.items():
+        steps, losses, sent = zip(*curve, strict=True)
+        along = [steps, [num_bytes / 1e6 for num_bytes in sent]]
+        along += [[number * seconds[method][link] for number in steps] for link in LINKS[:2]]
+        for axes, x in zip(panels, along, strict=True):
+            axes.plot(x, losses, label=method, linewidth=1)
+    names = ["steps", "MB that a rank has sent", *(f"seconds at {link}" for link in LINKS[:2])]
+    for axes, name in zip(panels, names, strict=True):
+        axes.set_xlabel(name)
+    panels[1].set_xscale("log")
     figure.axes[0].set_ylabel("loss on held-out data")
     figure.axes[-1].legend(fontsize=8)
     figure.savefig(path, dpi=110)
