@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from comm.collectives import Group
 from comm.script import start
+from comm.wire.staging import handover_of
 from data_parallel.train_bucket_overlap import Bucket, BucketArgs, BucketDataParallel
 from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
 from lab.cluster import Cluster
@@ -90,14 +91,17 @@ class CompressedDataParallel(BucketDataParallel):
         """Let the thread average the bucket, after those before it, while the backward continues."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
-        self.in_flight.append(self._thread.submit(self._average, bucket, self.in_flight[-1:]))
+        handover = handover_of([bucket.flat]) or contextlib.nullcontext()
+        self.in_flight.append(self._thread.submit(self._average, bucket, handover, self.in_flight[-1:]))
 
     @torch.no_grad()
-    def _average(self, bucket: Bucket, before: list[Any]) -> None:
+    def _average(
+        self, bucket: Bucket, handover: contextlib.AbstractContextManager[None], before: list[Any]
+    ) -> None:
         """Replace the bucket by about its mean over ranks, and keep what this rank has not sent."""
         for work in before:
             work.result()  # raises its error: after one, nothing more is sent
-        with span("compress", "compress", bytes=bucket.flat.nbytes):
+        with handover, span("compress", "compress", bytes=bucket.flat.nbytes):
             if bucket in self.remaining:
                 bucket.flat += self.remaining[bucket]
             gradient = bucket.flat.clone()

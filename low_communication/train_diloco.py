@@ -40,6 +40,7 @@ and the new anchor.
 import dataclasses
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -48,6 +49,7 @@ from torch import Tensor, nn
 from comm.collectives import Group, broadcast
 from comm.script import start
 from comm.wire.groups import own_group
+from comm.wire.staging import handover_of
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
@@ -74,7 +76,7 @@ class Fragment:
         self.anchor = self.flat()
         self.momentum = torch.zeros_like(self.anchor)
         # The step in which it was sent, the parameters then, and their change, being averaged.
-        self.on_its_way: tuple[int, Tensor, Tensor, Future[Tensor]] | None = None
+        self.on_its_way: tuple[int, Tensor, Tensor, Future[None]] | None = None
         self.equal_in = 0  # the last step after which all ranks had the same parameters
 
     def flat(self) -> Tensor:
@@ -149,8 +151,17 @@ class DiLoCo(nn.Module):
         """Start to average the ranks' changes since the anchor, and let the training go on."""
         left = fragment.flat()
         change = fragment.anchor - left
-        averaged = self._thread.submit(fragment.compressor.mean, change)
-        fragment.on_its_way = self.steps, left, change, averaged
+        fragment.on_its_way = self.steps, left, change, self._average(fragment, change)
+
+    def _average(self, fragment: Fragment, change: Tensor) -> Future[None]:
+        """Let the thread replace this rank's change by about the mean over ranks."""
+        handover = handover_of([change]) or nullcontext()
+
+        def average() -> None:
+            with handover:
+                fragment.compressor.mean(change)
+
+        return self._thread.submit(average)
 
     def _receive(self, fragment: Fragment) -> None:
         """Take the outer step, and move this rank's parameters by as much as they were off the new anchor."""
@@ -180,7 +191,7 @@ class DiLoCo(nn.Module):
                 self._receive(fragment)
             if fragment.equal_in < self.steps:
                 change = fragment.anchor - fragment.flat()
-                self._thread.submit(fragment.compressor.mean, change).result()
+                self._average(fragment, change).result()
                 fragment.anchor -= change
                 fragment.set(fragment.anchor)
                 fragment.equal_in = self.steps

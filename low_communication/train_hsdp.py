@@ -46,13 +46,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.collectives import Group, Work, all_reduce, broadcast
+from comm.collectives import Group, Work, all_gather, all_reduce, broadcast
 from comm.cost import expected_traffic
 from comm.script import start
 from comm.wire import slow_link
 from comm.wire.groups import own_group
-from comm.wire.hosts import hosts_of
-from comm.wire.wire import peer_wire
+from comm.wire.hosts import own_host
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
@@ -127,7 +126,9 @@ def groups_of(cluster: Cluster, shard_size: int | None) -> tuple[dist.ProcessGro
     """
     n = cluster.world_size
     if shard_size is None:
-        machines = ranks_by_host(hosts_of(peer_wire(None)))
+        hosts = torch.zeros(n, dtype=torch.int64, device=cluster.device)
+        all_gather(hosts, torch.tensor([own_host()], device=cluster.device))
+        machines = ranks_by_host(hosts.tolist())
         if len(machines) == 1 and n % 2 == 0:
             shard_size = n // 2
     if shard_size is not None:
