@@ -35,11 +35,11 @@ from typing import Any
 from benchmarks import side_by_side
 from benchmarks.side_by_side import row, show
 from comm.errors import CommError
+from comm.membership.survivors import Survivors
 from comm.script import start as start_rank
 from hybrid_parallel import train_hybrid
 from hybrid_parallel.arguments import HybridArgs
 from hybrid_parallel.elastic import train_elastic, train_elastic_mesh
-from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from lab.cluster import Cluster

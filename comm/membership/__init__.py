@@ -1,1 +1,1 @@
-"""Find the store and the other ranks, and notice when a rank dies."""
+"""Find the store and the other ranks, notice when a rank dies, and go on without it."""

@@ -10,9 +10,10 @@
 
 A replica has all the state that training needs, so the memory of every survivor is a checkpoint of the last
 step. Only the group is broken: the kernel closes the connections of the dead process, and the all-reduce
-raises CommError on the survivors. They form a new group (survivors.py) and repeat the interrupted step, with
-the same global batch divided among fewer ranks. The gradient is the same in every group, because its formula
-does not contain the number of ranks. So the slices of the batch may also be unequal:
+raises CommError on the survivors. They form a new group (comm/membership/survivors.py) and repeat the
+interrupted step, with the same global batch divided among fewer ranks. The gradient is the same in every
+group, because its formula does not contain the number of ranks. So the slices of the batch may also be
+unequal:
 
       sum over ranks of the gradient of (the sum of losses over the rank's slice / examples of the batch)
 
@@ -43,9 +44,9 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, broadcast
 from comm.errors import CommError, Mismatch
 from comm.exchange import exchange
+from comm.membership.survivors import Deaths, ElasticOptions, Survivors
 from comm.same_start import check_same_start
 from comm.script import start
-from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

@@ -16,7 +16,7 @@ repeat the steps since the checkpoint.
       time lost = detection + agreement + groups + loading + steps since the checkpoint
 
 What to read, in this order:
-  1. survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
+  1. comm/membership/survivors.py: `Survivors` agrees on which ranks are alive, and forms their group.
   2. `sizes_for` below chooses the mesh.
   3. `main` begins the loop of train_hybrid.py again in each group, from the last checkpoint.
 """
@@ -30,9 +30,9 @@ from typing import ClassVar
 from torch.distributed import DistError
 
 from comm.errors import CommError, Mismatch
+from comm.membership.survivors import Deaths, ElasticOptions, Survivors
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
-from hybrid_parallel.elastic.survivors import Deaths, ElasticOptions, Survivors
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.train_hybrid import begin, train
 from lab.cluster import Cluster

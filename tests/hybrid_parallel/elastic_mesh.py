@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comm.membership.survivors import Survivors
 from hybrid_parallel.elastic import train_elastic_mesh
-from hybrid_parallel.elastic.survivors import Survivors
 from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs
 from hybrid_parallel.train_hybrid import begin
 from lab.check import assert_same

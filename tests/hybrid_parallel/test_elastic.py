@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from comm.errors import CommError
+from comm.membership.survivors import Deaths, Survivors
 from hybrid_parallel.elastic import train_elastic
-from hybrid_parallel.elastic.survivors import Deaths, Survivors
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from lab.check import assert_same
 from lab.cluster import Cluster

@@ -135,6 +135,7 @@ class Survivors:
 
     def _agree(self) -> tuple[dist.Store, str]:
         """Return the decider's store and a new prefix in it, and set `names`."""
+        store: dist.Store
         for decider in self.names:
             number = self._rounds[decider] + 1
             try:
