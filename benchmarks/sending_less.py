@@ -4,8 +4,10 @@
     python benchmarks/sending_less.py --quick                one seed, three methods, fewer steps
     python benchmarks/sending_less.py --plot less.png        also loss against seconds, bytes and steps
     python benchmarks/sending_less.py --size 13m --steps 100 --seeds 0
+    python benchmarks/sending_less.py --optimizer momentum --lr 0.1 \
+        --methods bucket_overlap topk "topk, momentum correction"
 
-Four ranks train a GPT on text with AdamW. A link does not change what is trained, so each method is trained
+Four ranks train a GPT on text. A link does not change what is trained, so each method is trained
 once for each seed, at the machine's own speed, until its loss on held-out data is the one of bucket overlap
 after `--steps` steps. Then the time of a step is measured on each link (comm/wire/slow_link.py): the mean
 over whole rounds of H steps, with all that a method computes for itself. The product of steps and time is the
@@ -20,7 +22,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
@@ -30,7 +32,7 @@ from benchmarks.side_by_side import Rows
 from comm.collectives import barrier
 from comm.exchange import exchange
 from comm.wire import slow_link
-from data_parallel.train_bucket_overlap import BucketDataParallel
+from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
@@ -40,7 +42,7 @@ from lab.trace.ledger import LEDGER
 from low_communication.train_compressed import CompressedDataParallel
 from low_communication.train_diloco import DiLoCo
 from low_communication.train_local_sgd import LocalSGD
-from training.arguments import Size
+from training.arguments import OPTIMIZERS, Size
 from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
 
@@ -48,14 +50,19 @@ RANKS = 4
 BATCH = 24  # examples of a step, over all ranks
 MOST = 4  # times the steps of bucket overlap
 LINKS = ("200mbit", "1gbit", "loopback")
+CORRECTED = "topk, momentum correction"
 METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
     "bucket_overlap": {},
     "bf16": {"compress": "bf16"},
     "int8": {"compress": "int8"},
     "int8, no error feedback": {"compress": "int8", "error_feedback": False},
     "powersgd": {"compress": "powersgd"},
+    "powersgd, after 16 steps": {"compress": "powersgd", "compress_after": 16},
+    "powersgd, no error feedback": {"compress": "powersgd", "error_feedback": False},
     "topk": {"compress": "topk"},
+    "topk, after 64 steps": {"compress": "topk", "compress_after": 64},
     "topk, no error feedback": {"compress": "topk", "error_feedback": False},
+    CORRECTED: {"compress": "topk"},
     "local_sgd 8": {"sync_every": 8},
     "local_sgd 32": {"sync_every": 32},
     "diloco 32": {"sync_every": 32, "outer_lr": 0.7},
@@ -71,11 +78,15 @@ class Args(side_by_side.Args):
 
     size: Size = "8layers"
     """Size of the GPT (lab/models/model.py)."""
+    optimizer: Literal["adamw", "momentum"] = "adamw"
+    """Optimizer; momentum is SGD with a momentum of 0.9."""
+    lr: float = 1e-3
+    """Learning rate of the optimizer."""
     steps: int = 400
     """Number of steps after which the loss of bucket overlap is the one to reach."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and batches. The table has medians over them."""
-    methods: tuple[str, ...] = tuple(METHODS)
+    methods: tuple[str, ...] = tuple(name for name in METHODS if name != CORRECTED)
     """Names of the methods to measure."""
     whole: str | None = None
     """Link on which the first seed is trained as a whole."""
@@ -83,16 +94,40 @@ class Args(side_by_side.Args):
     """Draw loss against seconds, bytes and steps into this file."""
 
 
+class MomentumCorrected(CompressedDataParallel):
+    """Compresses each rank's momentum in place of its gradient, for an optimizer without momentum.
+
+    A number that is sent loses its momentum, too. Lin et al., "Deep Gradient Compression", 2018,
+    https://arxiv.org/abs/1712.01887, sections 3.1 and 3.2.
+    """
+
+    def __init__(self, *how: Any, **options: Any) -> None:
+        super().__init__(*how, **options)
+        self.momentum: dict[Bucket, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def _average(self, bucket: Bucket, *how: Any) -> None:
+        momentum = self.momentum.setdefault(bucket, torch.zeros_like(bucket.flat))
+        momentum.mul_(0.9).add_(bucket.flat)
+        bucket.flat.copy_(momentum)
+        super()._average(bucket, *how)
+        momentum[self.remaining[bucket] == 0] = 0
+
+
 class Trainer:
     """Trains a GPT by one method; `round` is the number of steps after which the method repeats itself."""
 
-    def __init__(self, cluster: Cluster, method: str, size: Size, seed: int) -> None:
-        self.rank, self.ranks, self.seed, options = cluster.rank, cluster.world_size, seed, METHODS[method]
-        config = GPTConfig.named(size)
+    def __init__(self, cluster: Cluster, method: str, args: "Args", seed: int) -> None:
+        self.rank, self.ranks, self.seed = cluster.rank, cluster.world_size, seed
+        options, optimizer = dict(METHODS[method]), args.optimizer
+        self.compress_after = options.pop("compress_after", 0)
+        config = GPTConfig.named(args.size)
         self.data = TrainingData("gpt", BATCH, seed, config.block_size)
         gpt = GPT(config, seed=seed)
         self.model: Any
-        if "outer_lr" in options:
+        if method == CORRECTED:
+            self.model, optimizer = MomentumCorrected(gpt, **options), "sgd"
+        elif "outer_lr" in options:
             self.model = DiLoCo(gpt, **options)
         elif "sync_every" in options:
             self.model = LocalSGD(gpt, **options)
@@ -100,12 +135,15 @@ class Trainer:
             self.model = CompressedDataParallel(gpt, **options)
         else:
             self.model = BucketDataParallel(gpt)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        optimizer_class, settings, _ = OPTIMIZERS[optimizer]
+        self.optimizer = optimizer_class(self.model.parameters(), lr=args.lr, **settings)
         self.round, self.steps = options.get("sync_every", 1), 0
 
     def step(self) -> None:
         seed_step(self.seed, self.steps, self.rank)
         x, y = (rank_slice(part, self.rank, self.ranks) for part in self.data.batch(self.steps))
+        if isinstance(self.model, CompressedDataParallel):
+            self.model.is_compressing = self.steps >= self.compress_after
         self.optimizer.zero_grad()
         loss_of(self.model(x), y).backward()
         if isinstance(self.model, BucketDataParallel):
@@ -128,11 +166,11 @@ class Trainer:
 
 
 def curve_of(
-    cluster: Cluster, method: str, size: Size, seed: int, steps: int, goal: float | None, link: str | None
+    cluster: Cluster, method: str, args: Args, seed: int, steps: int, goal: float | None, link: str | None
 ) -> tuple[Curve, float]:
     """Train until the loss is `goal`, or for `steps` steps; return the curve and the seconds of steps."""
     slow_link.use(None if link is None else slow_link.parse(link))
-    trainer = Trainer(cluster, method, size, seed)
+    trainer = Trainer(cluster, method, args, seed)
     every = max(trainer.round, 16)
     curve: Curve = []
     before, seconds = LEDGER.total().bytes_sent, 0.0
@@ -145,9 +183,9 @@ def curve_of(
     return curve, seconds
 
 
-def seconds_of_step(cluster: Cluster, method: str, size: Size, links: list[str]) -> dict[str, float]:
+def seconds_of_step(cluster: Cluster, method: str, args: Args, links: list[str]) -> dict[str, float]:
     """Return the mean seconds of a step on each link, over rounds; the slowest rank's."""
-    trainer, found = Trainer(cluster, method, size, 0), {}
+    trainer, found = Trainer(cluster, method, args, 0), {}
     for _ in range(2):  # the first steps warm up
         trainer.step()
     for link in links:
@@ -182,7 +220,7 @@ def curves_of(args: Args, seed: int, link: str | None = None) -> dict[str, tuple
     goal = None
     for method in args.methods:
         steps = args.steps * (1 if goal is None else MOST)
-        how = method, args.size, seed, steps, goal, link
+        how = method, args, seed, steps, goal, link
         found[method] = run_ranks(curve_of, RANKS, *how, timeout=7200)[0]
         goal = found["bucket_overlap"][0][-1][1]
         steps_taken = steps_to(found[method][0], goal)
@@ -194,11 +232,13 @@ def curves_of(args: Args, seed: int, link: str | None = None) -> dict[str, tuple
 def main(args: Args) -> None:
     if args.methods[:1] != ("bucket_overlap",) or not set(args.methods) <= set(METHODS):
         raise WorkbookError(f"--methods: bucket_overlap comes first, then some of {', '.join(METHODS)}.")
+    if CORRECTED in args.methods and args.optimizer != "momentum":
+        raise WorkbookError(f"--methods: {CORRECTED} is for --optimizer momentum.")
     if args.quick:
         args = dataclasses.replace(args, steps=64, seeds=args.seeds[:1], methods=QUICK)
     by_seed = [curves_of(args, seed) for seed in args.seeds]
     seconds = {
-        method: run_ranks(seconds_of_step, RANKS, method, args.size, list(LINKS), timeout=3600)[0]
+        method: run_ranks(seconds_of_step, RANKS, method, args, list(LINKS), timeout=3600)[0]
         for method in args.methods
     }
     rows: Rows = []

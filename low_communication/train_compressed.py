@@ -45,7 +45,7 @@ from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
-from low_communication.compressors import COMPRESSORS, Compressor
+from low_communication.compressors import COMPRESSORS, Compressor, Float32
 from training.run import Run
 
 
@@ -54,7 +54,8 @@ class CompressedDataParallel(BucketDataParallel):
 
     It is used as BucketDataParallel. After `finish_gradient_sync()`, every `param.grad` is about the mean
     over ranks, and the same on all ranks. `compress` is a name of COMPRESSORS, and `options` are that
-    compressor's. With `error_feedback=False` a rank forgets what it has not sent.
+    compressor's. With `error_feedback=False` a rank forgets what it has not sent. Gradients are sent as they
+    are as long as `is_compressing` is False.
     """
 
     in_flight: list[Any]  # the thread's futures
@@ -70,18 +71,19 @@ class CompressedDataParallel(BucketDataParallel):
         **options: Any,
     ) -> None:
         super().__init__(module, group, pattern, bucket_mb)
-        self.compressors: dict[Bucket, Compressor] = {
-            bucket: COMPRESSORS[compress](
-                [shape_in_memory(view) for view in bucket.views.values()],
-                group,
-                pattern,
-                bucket.flat.dtype,
-                **options,
-            )
-            for bucket in self.buckets
-        }
-        self.error_feedback = error_feedback
+        self.compressors: dict[Bucket, Compressor] = {}
+        self.uncompressed: dict[Bucket, Compressor] = {}
+        for bucket in self.buckets:
+            shapes = [shape_in_memory(view) for view in bucket.views.values()]
+            how = shapes, group, pattern, bucket.flat.dtype
+            self.compressors[bucket] = COMPRESSORS[compress](*how, **options)
+            self.uncompressed[bucket] = Float32(*how)
+        self.error_feedback, self.is_compressing = error_feedback, True
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
+
+    @property
+    def in_use(self) -> dict[Bucket, Compressor]:
+        return self.compressors if self.is_compressing else self.uncompressed
 
     def _expect_gradients(self) -> None:
         super()._expect_gradients()
@@ -105,7 +107,7 @@ class CompressedDataParallel(BucketDataParallel):
             if bucket in self.remaining:
                 bucket.flat += self.remaining[bucket]
             gradient = bucket.flat.clone()
-            sent = self.compressors[bucket].mean(bucket.flat)
+            sent = self.in_use[bucket].mean(bucket.flat)
             if self.error_feedback:
                 self.remaining[bucket] = gradient.sub_(sent)
 
@@ -129,13 +131,15 @@ class CompressedArgs(BucketArgs):
     """Compressed gradients: buckets of which less is sent, and an error that is sent later."""
 
     in_sight: ClassVar[set[str]] = {
-        *("steps", "batch_size", "size", "compress", "error_feedback", "topk_share", "powersgd_rank"),
-        *("bucket_mb", "link", "trace", "verbose", "json"),
+        *("steps", "batch_size", "size", "compress", "compress_after", "error_feedback", "topk_share"),
+        *("powersgd_rank", "link", "trace", "verbose", "json"),
     }
 
     compress: Literal["float32", "bf16", "int8", "topk", "powersgd"] = "int8"
     """Compressor: bf16 and int8 send fewer bits of each number, topk fewer numbers, powersgd two thin
     matrices in place of each matrix; float32 compresses nothing."""
+    compress_after: int = 0
+    """Number of first steps in which the gradients are sent as they are."""
     error_feedback: bool = True
     """Add what a step has not sent to the gradient of the next one."""
     topk_share: float = 0.01
@@ -154,7 +158,7 @@ class CompressedArgs(BucketArgs):
 
 def traffic_per_step(model: CompressedDataParallel) -> Traffic:
     """Return what this rank is expected to send in a step."""
-    return sum((compressor.traffic() for compressor in model.compressors.values()), Traffic())
+    return sum((compressor.traffic() for compressor in model.in_use.values()), Traffic())
 
 
 def main(cluster: Cluster, args: CompressedArgs) -> None:
@@ -167,6 +171,7 @@ def main(cluster: Cluster, args: CompressedArgs) -> None:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             parts = microbatches(x, y, args.grad_acc_steps)
+            model.is_compressing = step >= args.compress_after
             with run.step() as record:
                 num_targets = run.valid_targets(y)
                 optimizer.zero_grad()

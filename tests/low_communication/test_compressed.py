@@ -43,8 +43,12 @@ def wide(seed: int) -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_uncompressed_buckets_on_a_thread_have_the_gradients_of_one_process(world_size: int):
+    def wrap(module: nn.Module) -> CompressedDataParallel:
+        model = CompressedDataParallel(module, "powersgd", bucket_mb=1e-3)
+        model.is_compressing = False
+        return model
+
     def compare(cluster: Cluster) -> None:
-        wrap = lambda module: CompressedDataParallel(module, "float32", bucket_mb=1e-3)  # noqa: E731
         compare_with_one_process(cluster, wrap, gpt, text_loss, text())
         compare_with_one_process(cluster, wrap, Odd, odd_loss, examples(world_size))
 
