@@ -14,7 +14,7 @@ import functools
 import hashlib
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,16 @@ _FIRST = {  # what to look at first, by the beginnings of targets in the order o
     "lab": "Take the smallest input that shows the symptom, and print what the function has after each line.",
 }
 ORDER = tuple(_FIRST)
+_FIRST_IN_A_FILE = {  # in place of the lesson's
+    "low_communication.train_local_sgd": "List what a rank has (parameters, state, counters), and say of "
+    "each who may change it at an average.",
+    "low_communication.train_diloco": "With 2 ranks, one weight and H = 1, compute two rounds on paper: the "
+    "change, its mean, the momentum and the anchor.",
+    "low_communication.compressors": "Give each of 2 ranks a few numbers of its own, and write down what a "
+    "rank sends, and what each has when all has arrived.",
+    "low_communication.train_hsdp": "With 4 ranks on 2 machines, write down which ranks talk to each other, "
+    "how much, and over which link.",
+}
 TOOLS = (
     "Tools: the checker says which rank, which value and by how much; lab/ranks shows where ranks hang;\n"
     "--trace FOLDER draws what each rank did when; exercises/README.md lists more."
@@ -112,8 +122,12 @@ def exercises_on(target: str) -> list[Exercise]:
 
 def lesson_of(bug: Bug) -> int:
     """Return the place in ORDER of the lesson that teaches what the bug is about."""
-    found = [beginning for beginning in ORDER if f"{bug.target}.".startswith(f"{beginning}.")]
-    return ORDER.index(max(found, key=len))
+    return ORDER.index(_beginning(bug, ORDER))
+
+
+def _beginning(bug: Bug, beginnings: Iterable[str]) -> str:
+    """Return the longest of these beginnings that the bug's target has."""
+    return max((one for one in beginnings if f"{bug.target}.".startswith(f"{one}.")), key=len)
 
 
 def _bug(mutant: Mutant) -> Bug:
@@ -135,12 +149,13 @@ def _bug(mutant: Mutant) -> Bug:
     right, wrong = definition(draft, draft.target), _wrong_function(draft)
     difficulty = 1 + sum(len(_lines(wrong)) + len(_changes(wrong, right)) > most for most in MOST_LINES)
     lesson = draft.lesson.stem.removeprefix("train_")
+    first = _FIRST | _FIRST_IN_A_FILE
     new = {
         "name": f"bug_{lesson}_{hashlib.sha256(mutant.name.encode()).hexdigest()[:3]}",
         "difficulty": difficulty,
         "minutes": MINUTES[difficulty - 1],
         "hints": (
-            f"{_FIRST[ORDER[lesson_of(draft)]]} The test that notices it: "
+            f"{first[_beginning(draft, first)]} The test that notices it: "
             f'"{mutant.killer.rpartition("::test_")[2].replace("_", " ")}".',
             f"What happens: {mutant.sentence}",
             _where(wrong, right),

@@ -178,6 +178,10 @@ def later_step(e: Evidence) -> object:
     return found and f"Step {int(found[1]) - 1} was right and step {found[1]} is wrong"
 
 
+def unsent(e: Evidence) -> object:
+    return re.search("remain|not sent", e.test) and later_step(e)
+
+
 def shard_boundary(e: Evidence) -> object:
     """Return where a value begins to be wrong, if all before is right and all after it wrong."""
     for one in e.compared.values():
@@ -366,6 +370,11 @@ TABLE: tuple[Row, ...] = (
         of_microbatches,
         "Gradients of several microbatches must add up: is only the last one used, or is an earlier one "
         "cleared, overwritten or counted again? Or does each count alike, whatever its valid targets?",
+    ),
+    (
+        unsent,
+        "{0}: look at what a step leaves for the next one. Is what a rank has not sent kept on that rank, "
+        "and added to its next gradient once?",
     ),
     (
         later_step,

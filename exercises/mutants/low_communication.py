@@ -14,6 +14,7 @@ mutant(
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"= gradient.sub_(sent)": "= gradient.sub_(sent) + self.remaining.get(bucket, 0)"},
     killer=IDENTITY,
+    cause="look at what a step leaves for the next one",
 )
 
 mutant(
@@ -22,6 +23,7 @@ mutant(
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"if bucket in self.remaining:\n    bucket.flat += self.remaining[bucket]": ""},
     killer=IDENTITY,
+    cause="look at what a step leaves for the next one",
 )
 
 mutant(
@@ -60,6 +62,20 @@ mutant(
     target="low_communication.compressors.TopK.mean",
     changes={"its_places.long()": "places"},
     killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+)
+
+mutant(
+    "topk_places_summed",
+    "Top-k fails with an index that is out of range: an all-reduce adds up places as it does numbers.",
+    target="low_communication.compressors.TopK.mean",
+    changes={
+        "places.int(), flat[places].float().view(torch.int32)": "places.float(), flat[places].float()",
+        "full = mine.new_empty(self.ranks, 2, self.k)": "full = mine[None]",
+        "all_gather(full.view(-1), mine.view(-1), self.group)": "all_reduce(mine, group=self.group)",
+    },
+    killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+    symptom="Top-k trains on one rank, and on several it fails with an index that is out of range.",
+    fails_with="index out of range",
 )
 
 mutant(

@@ -14,6 +14,7 @@ from torch import nn
 from comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from comm.functions import exchange_shards
 from comm.point_to_point import InFlightShift, irecv, isend
+from low_communication.compressors import COMPRESSORS
 from pipeline_parallel.actions import BACKWARD, FORWARD, Action
 
 
@@ -406,6 +407,23 @@ def moe_forward(self, x_btd):
     return y.view_as(x_btd)
 
 
+class CompressedDataParallel(Replicas):
+    """Compresses each parameter alone, after the backward."""
+
+    def __init__(self, module, compress="int8", group=None, **options):
+        super().__init__(module, group)
+        self.compressors = [COMPRESSORS[compress]([p.shape], group, **options) for p in self.trained]
+        self.left = [torch.zeros_like(p) for p in self.trained]
+
+    def finish_gradient_sync(self):
+        for p, compressor, left in zip(self.trained, self.compressors, self.left, strict=True):
+            if p.grad is not None:
+                left += p.grad
+            flat = left.flatten().clone()
+            left -= compressor.mean(flat).view_as(p)
+            p.grad = flat.view_as(p)
+
+
 SOLUTIONS: dict[str, tuple[Any, ...]] = {
     "open_all_reduce": (open_all_reduce,),
     "open_naive": (NaiveDataParallel,),
@@ -418,4 +436,5 @@ SOLUTIONS: dict[str, tuple[Any, ...]] = {
     "open_1f1b": (one_f_one_b,),
     "open_ring_attention": (ring_attention,),
     "open_moe": (moe_forward,),
+    "error_feedback": (CompressedDataParallel,),
 }
