@@ -37,6 +37,8 @@ endif
 ifeq "$(origin MODE)" "command line"
 $(error MODE is not a setting. Write: make run RUN_MODE=$(value MODE))
 endif
+$(foreach name,STEPS SIZE SEED LR,$(if $(filter command,$(origin $(name))), \
+    $(error $(name) is not a setting. A lesson's options stand in ARGS: make run ARGS='--steps 3')))
 
 run: export RUN_MODE := $(RUN_MODE)
 run: export WORLD_SIZE := $(WORLD_SIZE)

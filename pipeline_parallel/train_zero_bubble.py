@@ -70,7 +70,8 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
             run.stop_if_asked(step)
     n, fewest = {"zb_h1": (1, p), "zb_v": (2, 2 * p - 1), "dualpipe_v": (2, 2 * p)}[args.schedule]
     formula = (p - 1) / (3 * n * m + p - 1) if m >= fewest else None  # for f = i = w
-    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=formula)
+    rows = figures(cluster, args, pipeline, x, y)
+    run.finish(pipeline, **rows, bubble_formula=formula, schedule=args.schedule)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ def sentences(figures: Figures) -> list[str]:
     found = {name: value for name, value in figures.items() if value is not None}
     said = [text for rule in MEANINGS if (text := rule(found))][:1]
     what = NEXT.get(mode, "")
+    if (schedule := figures.get("schedule", "zb_h1")) != "zb_h1":
+        what = f"RUN_MODE=pipeline_native ARGS='--schedule {schedule}' is PyTorch's own."
     if what and f"WORLD_SIZE={ranks} " not in what:
         target = "compare" if what.startswith("MODES") else "run"
         ranks_too = "" if ranks == 2 or "WORLD_SIZE" in what else f"WORLD_SIZE={ranks} "

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -99,6 +100,14 @@ def test_a_sentence_fits_the_number_of_ranks():
     assert "communication" not in dict(conclusion.rows(figures))
     *_, said = conclusion.sentences(figures | {"world_size": 4})
     assert said.startswith("make run WORLD_SIZE=4 RUN_MODE=zero2 ")
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "dualpipe_v"])
+def test_a_v_shaped_pipeline_is_not_told_to_run_a_v(schedule: str):
+    figures = {"run_mode": "pipeline_zero_bubble", "world_size": 2, "steps": 1, "schedule": schedule}
+    *_, said = conclusion.sentences(figures)
+    v, native = "pipeline_zero_bubble ARGS='--schedule zb_v'", f"pipeline_native ARGS='--schedule {schedule}'"
+    assert said.startswith(f"make run RUN_MODE={v if schedule == 'zb_h1' else native} ")
 
 
 def test_headers_are_no_pattern_and_one_rank_has_no_transport():
