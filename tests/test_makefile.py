@@ -72,7 +72,7 @@ def test_notebooks_are_copied_once_without_the_outputs_that_give_predictions_awa
 
 @pytest.mark.parametrize(
     ("words", "meant"),
-    [("run comm", "RUN_MODE=comm"), ("run MODE=zero1", "RUN_MODE=zero1"), ("run STEPS=3", "ARGS='--steps 3'")],
+    [("run comm", "RUN_MODE=comm"), ("run MODE=zero1", "RUN_MODE=zero1"), ("run LR=3", "ARGS='--steps 3'")],
 )
 def test_what_stands_in_the_wrong_place_runs_nothing(checkout, words, meant):
     (checkout / "comm").mkdir()

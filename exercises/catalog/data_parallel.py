@@ -11,7 +11,7 @@ OVERLAP = "tests/data_parallel/test_overlap.py::"
 SOME_USE = EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros"
 ANOTHER_ORDER = EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order"
 DOES_NOT_WAIT = OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
-IN_THE_BACKWARD = OVERLAP + "test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it"
+IN_THE_BACKWARD = OVERLAP + "test_messages_are_launched_in_the_backward_and_naive_sends_after_it"
 BEHAVIOUR = "tests/data_parallel/test_behaviour.py::"
 
 EXERCISES = (

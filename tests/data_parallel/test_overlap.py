@@ -3,7 +3,9 @@
 import os
 import re
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_
         run_ranks(work, world_size)
 
 
-def test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_it():
+def test_messages_are_launched_in_the_backward_and_naive_sends_after_it():
     launches = {"naive": 0, "overlap": 4, "a bucket for each": 4, "one bucket": 1, "ddp": 4}
 
     def work(cluster: Cluster) -> None:
@@ -69,11 +71,9 @@ def test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_
             events = trace_of_a_step(name)
             (backward,) = (event for event in events if event.kind == "backward")
             sent = [event.start_ns for event in events if event.kind == "communication"]
-            share = overlap_of(events).hidden_share
             if name == "naive":
-                assert len(sent) == 4 and min(sent) >= backward.end_ns and share == 0
-            elif name != "one bucket":
-                assert share is not None and share > 0.3, f"{name} hides {share} of its communication"
+                assert len(sent) == 4 and min(sent) >= backward.end_ns
+                assert overlap_of(events).hidden_share == 0
             launched = [event.start_ns for event in events if event.kind == "launch"]
             assert len(launched) == count, name
             assert all(backward.start_ns < moment < backward.end_ns for moment in launched), name
@@ -82,19 +82,25 @@ def test_messages_are_launched_in_the_backward_and_hidden_and_naive_sends_after_
 
 
 def test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited():
-    def work(cluster: Cluster) -> None:
+    def work(cluster: Cluster, folder: Path) -> None:
         expected = one_process(layers(), lambda model: mean_square(model, X))
         for name in OVERLAPPING:
-            model = OURS[name](layers())
+            model, has_ended = OURS[name](layers()), folder / name
             with slow_link.slowed(Link(0.15, 0.0)):  # an all-reduce between two ranks takes 0.3 seconds
                 loss = mean_square(model, *mine(cluster, (X,)))
-                start = time.monotonic()
+                # Rank 1 sends nothing before rank 0's backward has ended, unless that waits for rank 1.
+                give_up = time.monotonic() + 5
+                while cluster.rank == 1 and not has_ended.exists() and time.monotonic() < give_up:
+                    time.sleep(0.001)
+                waits = cluster.rank == 1 and not has_ended.exists()
                 loss.backward()
-                assert time.monotonic() - start < 0.3, f"the backward of {name} waits"
+                has_ended.touch()
                 model.finish_gradient_sync()
+                assert not waits, f"the backward of {name} on rank 0 waits for the messages of rank 1"
                 assert_same(mean_gradients(model.module), expected, what=f"gradient of {name}")
 
-    run_ranks(work, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(work, 2, Path(folder))
 
 
 @pytest.mark.parametrize("name", ["overlap", "one bucket", "ddp"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from tests.data_parallel.equivalence import (
     mean_square,
     mine,
     odd_loss,
+    one_process,
 )
 from zero.memory import Held, formula
 from zero.train_zero1 import ZeroOptimizer
@@ -32,26 +34,25 @@ ADAM, OPTIONS = torch.optim.AdamW, {"lr": 0.1, "eps": 1e-3}  # with a small eps,
 
 
 class Zero1:
-    def __init__(self, module: nn.Module, group: Group = None) -> None:
-        self.model = module
-        self.syncing = self.optimizer = self.optimizer_of(module, group)
+    zero = ZeroOptimizer
 
-    def optimizer_of(self, module: nn.Module, group: Group) -> ZeroOptimizer:
-        return ZeroOptimizer(module.parameters(), ADAM, group, **OPTIONS)
+    def __init__(self, module: nn.Module, group: Group = None, inner: type = ADAM, **options: Any) -> None:
+        self.model = module
+        own = self.zero(module.parameters(), inner, group, **(options or OPTIONS))
+        self.syncing = self.optimizer = own
 
     def state(self) -> dict[str, Tensor]:
         return parameters(self.model)
 
 
 class Zero2(Zero1):
-    def optimizer_of(self, module: nn.Module, group: Group) -> ZeroOptimizer:
-        return ZeroGradientOptimizer(module.parameters(), ADAM, group, **OPTIONS)
+    zero = ZeroGradientOptimizer
 
 
 class Zero3:
-    def __init__(self, module: nn.Module, group: Group = None) -> None:
+    def __init__(self, module: nn.Module, group: Group = None, inner: type = ADAM, **options: Any) -> None:
         self.syncing = self.model = FullyShardedDataParallel(module, group)
-        self.optimizer = ADAM(self.model.parameters(), **OPTIONS)
+        self.optimizer = inner(self.model.parameters(), **(options or OPTIONS))
 
     def state(self) -> dict[str, Tensor]:
         return self.model.full_state_dict()
@@ -84,6 +85,14 @@ def compare(
 
 
 def of_layers(cluster: Cluster, kind: type) -> None:
+    """Compare a step of SGD with a rate of 1 first: it shows the gradient, of which Adam hides a factor."""
+    alone, ours = layers(), kind(layers(cluster.rank), None, torch.optim.SGD, lr=1.0)
+    expected = one_process(alone, lambda model: odd_loss(model, *batch_of_width(3)))
+    before = ours.state()
+    accumulate(ours.model, odd_loss, mine(cluster, batch_of_width(3)), 1, ours.syncing)
+    ours.optimizer.step()
+    change = {name: before[name] - after for name, after in ours.state().items()}
+    assert_same(change, expected, what="gradient, as the change in a step of SGD with lr=1,")
     compare(cluster, kind, layers, batch_of_width(3))
 
 
