@@ -5,7 +5,7 @@ import math
 from typing import ClassVar, Literal
 
 from expert_parallel.config import MoEConfig, refuse_choice
-from hybrid_parallel.sizes import Attention, ParallelSizes, Precision, Schedule, Zero
+from hybrid_parallel.sizes import Attention, Compress, ParallelSizes, Precision, Schedule, Zero
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, NotOffered, TrainArgs
@@ -50,6 +50,12 @@ class HybridArgs(ClipArgs, TrainArgs):
     zero: Zero = 0
     """Number of ZeRO's stage along the data axis: 1 divides the optimizer's state, 2 the gradients too, 3 the
     parameters too. 0: each rank of the axis has a full copy."""
+    compress: Compress = None
+    """Compressor of the gradients along the data axis (low_communication/compressors.py): bf16 and int8 send
+    fewer bits of each number, topk the largest 1%, powersgd two thin matrices for each. None: all in full."""
+    sync_every: int = 1
+    """Number of steps that each replica trains alone before the replicas average their parameters. 1: they
+    average the gradients in each step."""
     experts: int = 1
     """Number of experts in each block, in place of its MLP. 1: the plain MLP."""
     top_k: int = 2
@@ -88,6 +94,11 @@ class HybridArgs(ClipArgs, TrainArgs):
             raise WorkbookError(f"--checkpoint-every {self.checkpoint_every}: it is a number of steps, or 0.")
         if self.checkpoint_keep < 1:
             raise WorkbookError(f"--checkpoint-keep {self.checkpoint_keep}: at least 1 checkpoint must stay.")
+        if self.sync_every > 1 and self.checkpoint is not None:
+            raise WorkbookError(
+                f"--checkpoint and --sync-every {self.sync_every}: a checkpoint has one model, and replicas "
+                "that train alone differ; leave one of the two out."
+            )
 
 
 def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:

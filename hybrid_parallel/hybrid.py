@@ -10,7 +10,7 @@ A step runs forwards and backwards of all microbatches, and then completes the g
 
       pipeline    the first and the last stage add up the gradients of an embedding that they share
       data        the replicas take the mean, also those that differ along the context axis; with ZeRO each
-                  rank keeps its shard of it
+                  rank keeps its shard of it; replicas that train alone have nothing to complete
       tensor      with sequence parallelism the ranks add up the gradients of undivided parameters (norms,
                   positions, some biases), of which each rank has one term
 
@@ -44,12 +44,15 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
 from lab.models.text import microbatches
 from lab.trace.timeline import span
+from low_communication.train_compressed import CompressedDataParallel
+from low_communication.train_local_sgd import LocalSGD
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.checkpoint import Shard, part_of, shards_of
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
+from training.gradients import average_gradients
 from training.valid_targets import count_valid, valid_targets
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -110,10 +113,16 @@ class HybridParallel(nn.Module):
             # `plain` stays: it says what model this is, and TensorParallel and the caller refer to it, too.
             for parameter in {*model.parameters()} - {*self.pipeline.parameters()}:
                 parameter.data = parameter.data.new_empty(0)  # it belongs to another rank's stage
+        self.local: LocalSGD | None = None  # replicas that train alone
+        self.are_equal = True  # the replicas, after the last step
         self._replicate(optimizer_class, options)
         self.terms: TensorParallel | None = self.tensor  # adds up gradients
         if self.tensor is not None and sizes.zero:
             self.tensor.held = self.trained_parameters()
+        # A compressor rounds what tensor ranks have in full beside other numbers on each of them.
+        self.rounded: list[nn.Parameter] = []
+        if self.tensor is not None and sizes.compress and not sizes.sequence_parallel:
+            self.rounded = [p for name, p in model.named_parameters() if name not in self.tensor.dims]
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
@@ -128,6 +137,10 @@ class HybridParallel(nn.Module):
             self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
         elif self.sizes.replicas > 1 and self.experts is not None:
             self.data = ReplicatedExperts(self.module, self.experts, pattern)
+        elif self.sizes.compress:
+            self.data = CompressedDataParallel(self.module, self.sizes.compress, group, pattern)
+        elif self.sizes.sync_every > 1:
+            self.local, self.data = LocalSGD(self.module, self.sizes.sync_every, group, pattern), None
         elif self.sizes.replicas > 1:
             self.data = BucketDataParallel(self.module, group, pattern)
         else:
@@ -139,8 +152,9 @@ class HybridParallel(nn.Module):
 
         Ranks along the context axis have the same batch, so only those along the data axis send something.
         """
-        number = valid_targets(y, self.mesh.data, self.pattern) if self.sizes.data > 1 else count_valid(y)
-        return number / self.sizes.context
+        if self.sizes.data == 1 or self.local is not None:
+            return count_valid(y) / self.sizes.context
+        return valid_targets(y, self.mesh.data, self.pattern) / self.sizes.context
 
     def backward(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> Tensor:
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
@@ -169,6 +183,7 @@ class HybridParallel(nn.Module):
             through = self._through_stages if self.pipeline else self._in_one_stage
             loss = through(x, y, num_targets)
         self.finish_gradient_sync()
+        average_gradients(self.rounded, self.mesh.tensor)
         return loss
 
     def finish_gradient_sync(self) -> None:
@@ -177,15 +192,27 @@ class HybridParallel(nn.Module):
             if axis is not None:
                 axis.finish_gradient_sync()
 
+    def after_step(self, is_last: bool = False) -> None:
+        """Average the parameters of replicas that train alone, if it is time or the training ends."""
+        if self.local is not None:
+            self.are_equal = self.local.after_step(self.optimizer) or is_last
+            if self.are_equal and self.local.steps:
+                self.local.average(self.optimizer)
+
     def own_tokens(self, full_bt: Tensor) -> Tensor:
         """Return this rank's tokens of full sequences."""
         return full_bt if self.context is None else self.context.own(full_bt)
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """Return, on all ranks, the mean over replicas of what `backward` has returned on each rank."""
+        """Return, on all ranks, the mean over replicas of what `backward` has returned on each rank.
+
+        While replicas train alone, it is that of this rank's replica.
+        """
         mean = loss.clone()
         for group, op in ((self.mesh.pipeline, "sum"), (self.mesh.replicas, "mean")):
-            if dist.get_world_size(group) > 1:  # all tensor ranks have the same loss
+            if dist.get_world_size(group) > 1 and (
+                op == "sum" or self.are_equal
+            ):  # all tensor ranks have the same loss
                 all_reduce(mean, op, group, pattern=self.pattern)
         return mean
 

@@ -73,7 +73,8 @@ def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
     lines = [["a rank sends in a step", *(f"stage {p}" for p in range(sizes.pipeline)), "by formula"]]
     for at, axis in enumerate(AXES):
         if axis != "expert" and axis in axes_of(sizes):  # routers decide what goes to experts
-            sent = [of_rank[at] for of_rank in everyones]
+            steps = sizes.sync_every if axis == "data" else 1
+            sent = [of_rank[at] // steps for of_rank in everyones]
             stages = [sent[first : first + ranks] for first in range(0, sizes.world_size, ranks)]
             shown = [" to ".join(dict.fromkeys(map(show_bytes, (min(s), max(s))))) for s in stages]
             lines.append([axis, *shown, _formula(axis, hybrid)])
@@ -84,6 +85,10 @@ def drawn_traffic(hybrid: HybridParallel, expected: ByAxis) -> str:
 
 def _formula(axis: str, hybrid: HybridParallel) -> str:
     sizes = hybrid.sizes
+    if axis == "data" and sizes.sync_every > 1:
+        return f"all-reduce of the parameters, every {sizes.sync_every} steps: the mean of a step"
+    if axis == "data" and sizes.compress:
+        return f"mean of the gradients, compressed by {sizes.compress}"
     if axis == "data":
         return {
             0: "all-reduce of the gradients",

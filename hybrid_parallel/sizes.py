@@ -19,6 +19,7 @@ Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "du
 Precision = Literal["float32", "bf16"]
 Zero = Literal[0, 1, 2, 3]
 Attention = Literal["ring", "all_to_all"]
+Compress = Literal["bf16", "int8", "topk", "powersgd", None]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class ParallelSizes:
     recompute: bool = False
     precision: Precision = "float32"
     pattern: str | None = None
+    compress: Compress = None
+    sync_every: int = 1
 
     @property
     def world_size(self) -> int:
@@ -80,7 +83,16 @@ def refuse_sizes(
 
     `batch_size` counts the examples of a step over all ranks.
     """
-    for axis in ("pipeline", "data", "context", "tensor", "expert_ranks", "microbatches", "chunks"):
+    for axis in (
+        "pipeline",
+        "data",
+        "context",
+        "tensor",
+        "expert_ranks",
+        "microbatches",
+        "chunks",
+        "sync_every",
+    ):
         if getattr(sizes, axis) < 1:
             raise WorkbookError(f"{axis} is {getattr(sizes, axis)}; it must be at least 1.")
     if sizes.world_size != world_size:
@@ -88,7 +100,8 @@ def refuse_sizes(
             f"{sizes}, but there are {world_size} ranks: the product of the axes must be {world_size}."
         )
     of_model = _of_mlp(sizes, num_experts) if isinstance(config, MLPConfig) else _of_context(sizes, config)
-    wrong = chain(of_model, _of_experts(sizes, num_experts), _of_layers(sizes, config, batch_size))
+    of_data = _of_data(sizes, num_experts)
+    wrong = chain(of_model, _of_experts(sizes, num_experts), of_data, _of_layers(sizes, config, batch_size))
     if sentence := next(wrong, None):
         raise WorkbookError(sentence)
 
@@ -155,6 +168,27 @@ def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
         yield f"zero is {sizes.zero} and {ranks}: the two are not offered together; leave one of them out."
     if num_experts > 1 and sizes.sequence_parallel:
         yield "sequence_parallel gives a rank some of the tokens, and experts need all of them; leave it out."
+
+
+def _of_data(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
+    if not sizes.compress and sizes.sync_every == 1:
+        return
+    what, cure = f"sync_every is {sizes.sync_every}", "leave one of them out"
+    if sizes.compress and sizes.sync_every > 1:
+        yield f"compress is {sizes.compress} and {what}: both make the data axis send less; {cure}."
+    if sizes.compress:
+        what = f"compress is {sizes.compress}"
+    others = {"zero": sizes.zero, "context": sizes.context, "experts": num_experts}
+    for name, number in others.items():
+        if number > (0 if name == "zero" else 1):
+            yield f"{what} and {name} is {number}: the two are not offered together; {cure}."
+    if sizes.compress and sizes.pipeline > 1:
+        yield (
+            f"{what} and pipeline is {sizes.pipeline}: stages would round the embedding that they share in "
+            f"two ways; {cure}, or take sync_every."
+        )
+    if sizes.data == 1:
+        yield f"{what}, and the data axis has one rank, which sends nothing; make data at least 2."
 
 
 def _of_mlp(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:

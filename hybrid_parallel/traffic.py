@@ -4,6 +4,8 @@
     pipeline   over each boundary of its stages m activations or m gradients;    Pipeline
                the gradient of a tied embedding
     data       zero 0   all-reduce of the gradients                              train_bucket_overlap.py
+               compress the same, with fewer bytes                               compressors.py
+               sync_every  after so many steps an all-reduce of the parameters   train_local_sgd.py
                zero 1   reduce-scatter of the gradients, all-gather of the       ShardedOptimizer
                         parameters
                zero 2   the same, with m reduce-scatters                         ShardedOptimizer
@@ -35,7 +37,9 @@ from hybrid_parallel import mesh
 from hybrid_parallel.expert_axis import BalancedExperts, ReplicatedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
+from low_communication import train_compressed, train_local_sgd
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
+from training.gradients import average_traffic
 from zero import train_zero1, train_zero3
 
 ByAxis = dict[str, Traffic]
@@ -53,11 +57,13 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bo
         "pipeline": _of_numbers(numbers, groups.pipeline),
         "data": _of_data(hybrid, is_clipped)
         + _of_counts(hybrid)
-        + _of_numbers(1, groups.replicas)
-        + _of_numbers(counts_targets, groups.data),
+        + _of_numbers(hybrid.are_equal, groups.replicas)
+        + _of_numbers(counts_targets and hybrid.local is None, groups.data),
         "context": _of_context(hybrid),
         "expert": Traffic(),
-        "tensor": _of_tensor(hybrid) + _of_numbers(is_clipped, groups.tensor),
+        "tensor": _of_tensor(hybrid)
+        + average_traffic(hybrid.rounded, groups.tensor)
+        + _of_numbers(is_clipped, groups.tensor),
     }
     if hybrid.pipeline is not None:
         by_axis["pipeline"] += hybrid.pipeline.traffic_per_step()
@@ -67,8 +73,12 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bo
 
 
 def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
+    if hybrid.local is not None and hybrid.are_equal:
+        return train_local_sgd.traffic_of_average(hybrid.local, hybrid.optimizer)
     if hybrid.data is None:
         return Traffic()
+    if isinstance(hybrid.data, train_compressed.CompressedDataParallel):
+        return train_compressed.traffic_per_step(hybrid.data)
     if isinstance(hybrid.data, BucketDataParallel):
         return traffic_per_step(hybrid.data, hybrid.pattern)
     if isinstance(hybrid.data, ReplicatedExperts):

@@ -85,6 +85,7 @@ def train(
                     hybrid.clip_grad_norm_(args.clip)
                 with span("step", "optimizer"):
                     hybrid.optimizer.step()
+                hybrid.after_step(is_last=step + 1 == args.steps)
                 record.loss = hybrid.mean_loss(loss)
             axes.expect_step()
             run.evaluate(step, hybrid)

@@ -150,8 +150,9 @@ class LocalSGDArgs(LocalArgs):
 
 def traffic_of_average(model: LocalSGD, optimizer: Optimizer) -> Traffic:
     """Return what this rank is expected to send when the ranks average."""
-    numel = sum(tensor.numel() for tensor in model.averaged(optimizer))
-    return expected_traffic("all_reduce", model.pattern, numel, 4, model.group)
+    tensors = model.averaged(optimizer)
+    numel, itemsize = sum(tensor.numel() for tensor in tensors), tensors[0].itemsize
+    return expected_traffic("all_reduce", model.pattern, numel, itemsize, model.group)
 
 
 def main(cluster: Cluster, args: LocalSGDArgs) -> None:

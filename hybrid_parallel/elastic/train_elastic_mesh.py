@@ -82,6 +82,7 @@ def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSi
             before, pipeline=pipeline, data=data, context=context, tensor=tensor,
             sequence_parallel=before.sequence_parallel and tensor > 1,
             expert_ranks=math.gcd(args.experts, data * context) if before.expert_ranks > 1 else 1,
+            compress=before.compress if data > 1 else None, sync_every=before.sync_every if data > 1 else 1,
         )  # fmt: skip
         if rest or not data:
             continue

@@ -160,6 +160,15 @@ REFUSED = [
         {"context": 2, "tensor": 2, "attention": "all_to_all"},
         "context is 2; it must divide the 3 key and value heads that a rank of the tensor axis has",
     ),
+    ({"data": 4, "sync_every": 0}, "sync_every is 0; it must be at least 1"),
+    ({"data": 4, "compress": "int8", "sync_every": 8}, "compress is int8 and sync_every is 8: both make"),
+    ({"data": 4, "compress": "int8", "zero": 1}, "compress is int8 and zero is 1: the two are not offered"),
+    ({"data": 2, "context": 2, "sync_every": 8}, "sync_every is 8 and context is 2: the two are not"),
+    ({"data": 2, "pipeline": 2, "compress": "topk"}, "compress is topk and pipeline is 2: stages would"),
+    (
+        {"pipeline": 4, "sync_every": 8},
+        "sync_every is 8, and the data axis has one rank, which",
+    ),
 ]
 REFUSED_LENGTH = [
     {"data": 2, "context": 2},
@@ -172,6 +181,7 @@ REFUSED_EXPERTS = [
     ({"data": 2, "tensor": 2, "expert_ranks": 4}, 4, "it must divide the 2 replicas, which are data x"),
     ({"data": 4, "expert_ranks": 2, "zero": 1}, 4, "zero is 1 and expert_ranks is 2: the two"),
     ({"data": 2, "tensor": 2, "sequence_parallel": True}, 4, "and experts need all of them"),
+    ({"data": 4, "sync_every": 8}, 4, "sync_every is 8 and experts is 4: the two are not offered together"),
 ]
 REFUSED_FOR_AN_MLP = [
     ({"data": 2, "context": 2}, 1, "context is 2, and an MLP has no sequences to cut"),

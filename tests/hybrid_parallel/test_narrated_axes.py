@@ -1,4 +1,4 @@
-"""Tell step by step whose gradients a mesh averages, and what the number of microbatches divides."""
+"""Tell step by step what a mesh averages and when, and what the number of microbatches divides."""
 
 import torch
 
@@ -6,12 +6,15 @@ from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
+from hybrid_parallel.report import counted_by_axis
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.traffic import traffic_of_axes
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from tests.hybrid_parallel.equivalence import Tensors, batch, gpt, those_of
+from lab.trace.ledger import Entry, Traffic
+from tests.hybrid_parallel.equivalence import Tensors, batch, counting, full, gpt, gradients_of, those_of
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
 
 
@@ -70,3 +73,62 @@ def test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches():
         assert_same(term, those_of(hybrid, expected), 1e-9, "gradient of the auxiliary loss")
 
     run_ranks(work, 2)
+
+
+def test_int8_along_the_data_axis_rounds_each_gradient_of_divided_layers_by_at_most_a_scale():
+    def work(cluster: Cluster) -> None:
+        # Ranks 0 and 1 divide the layers and have the first two examples, ranks 2 and 3 have the others.
+        mesh, (x, y) = Mesh(cluster, ParallelSizes(data=2, tensor=2, compress="int8")), batch(4)
+        replica = mesh.coordinate("data")
+        hybrid = HybridParallel(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
+        hybrid.backward(x.chunk(2)[replica], y.chunk(2)[replica])
+
+        # Each replica rounds its own gradient by at most half a scale, and so does the mean. No scale is
+        # larger than a 127th of the largest number that a replica has.
+        largest, mean = 0.0, dict[str, torch.Tensor]()
+        for part, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            model = gpt()
+            loss_of(model(part), targets).backward()
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                largest = max(largest, float(parameter.grad.abs().max()))
+                mean[name] = mean.get(name, 0) + parameter.grad / 2
+        errors = [float((gradients_of(hybrid)[name] - mean[name]).abs().max()) for name in mean]
+        assert 0 < max(errors) < 1.001 * largest / 127
+
+    run_ranks(work, 4)
+
+
+def test_replicas_that_train_alone_get_the_mean_of_their_parameters_after_two_steps():
+    def work(cluster: Cluster, sizes: ParallelSizes) -> None:
+        mesh, (x, y) = Mesh(cluster, sizes), batch(4 * sizes.microbatches)
+        replica = mesh.coordinate("data")
+        mine = x.chunk(2)[replica], y.chunk(2)[replica]
+        hybrid = HybridParallel(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
+        alone = []
+        for part, targets in zip(x.chunk(2), y.chunk(2), strict=True):  # each replica, on one process
+            model = gpt()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model(part), targets).backward()
+                optimizer.step()
+            alone.append(model.state_dict())
+
+        for step in range(2):
+            sent: dict[Entry, Traffic] = {}
+            with counting(sent):
+                hybrid.optimizer.zero_grad()
+                loss = hybrid.backward(*mine)
+                hybrid.optimizer.step()
+                hybrid.after_step()
+                hybrid.mean_loss(loss)
+            by_axis = counted_by_axis(sent)
+            assert by_axis == traffic_of_axes(hybrid, is_clipped=False)
+            assert (by_axis["data"] == Traffic()) == (step == 0)  # not even the loss, while they train alone
+        named = hybrid.named_own_parameters().items()
+        ours: Tensors = {name: full(hybrid, name, parameter.detach()) for name, parameter in named}
+        expected: Tensors = {name: (alone[0][name] + alone[1][name]) / 2 for name in ours}
+        assert_same(ours, expected, 1e-9, "parameter")
+
+    for axes in ({"tensor": 2}, {"pipeline": 2, "microbatches": 2}):
+        run_ranks(work, 4, ParallelSizes(data=2, sync_every=2, **axes))

@@ -51,6 +51,17 @@ def test_every_way_trains_the_same_model_also_in_16_bits():
             assert one[loss] == pytest.approx(alone[loss], rel=tolerance), one
 
 
+def test_ways_to_send_less_keep_tensor_ranks_and_replicas_equal_and_send_what_the_formulas_say():
+    compressed = [{"compress": name, "tensor": 2} for name in ("bf16", "int8", "topk", "powersgd")]
+    alone = {"sync_every": 2, "ignore_first": 3, "clip": 1.0}  # averages after two of three steps
+    ways = [{"tensor": 2}, *compressed, alone | {"tensor": 2}, alone | {"pipeline": 2}]
+    in_full, *others = summaries(4, ways)
+    for one in others:
+        assert_equal_replicas_and_traffic(one)
+        most = {"bf16": 0.51, "int8": 0.30, "topk": 0.06, "powersgd": 0.5, None: 0.8}[one["axis_compress"]]
+        assert one["axis_data_bytes_sent"][0] < most * in_full["axis_data_bytes_sent"][0], one
+
+
 def test_the_report_counts_the_same_choices_and_dropped_tokens_on_every_mesh_with_the_same_replicas():
     experts = {"experts": 4, "capacity": 0.8, "recompute": False}
     more = {"pipeline": 2, "microbatches": 1}
