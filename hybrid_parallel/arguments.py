@@ -35,9 +35,9 @@ class HybridArgs(ClipArgs, TrainArgs):
     layers: int = 8
     """Number of the GPT's blocks, or of the MLP's linear layers, whatever the --size."""
     pipeline: int | None = None
-    """Number of ranks along the pipeline axis: each has other layers. Without axes, ZeRO and experts, an
-    even number of ranks is divided into 2 stages, and a multiple of 4 also into 2 tensor ranks. Otherwise
-    None is 1."""
+    """Number of ranks along the pipeline axis: each has other layers. Without axes, ZeRO, experts and what
+    sends less, an even number of ranks is divided into 2 stages, and a multiple of 4 also into 2 tensor
+    ranks. Otherwise None is 1."""
     data: int | None = None
     """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""
     context: int = 1
@@ -105,15 +105,16 @@ def sizes_of(args: HybridArgs, world_size: int) -> ParallelSizes:
     """Return how the ranks are divided. Raise WorkbookError if the axes do not divide their number."""
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(ParallelSizes)}
     given = [sizes[axis] for axis in ("pipeline", "data", "tensor")]
-    if given == [None] * 3 and (args.context, args.zero, args.experts) == (1, 0, 1):
+    others = args.context, args.zero, args.experts, args.compress, args.sync_every
+    if given == [None] * 3 and others == (1, 0, 1, None, 1):
         sizes |= {"pipeline": 1 if world_size % 2 else 2, "tensor": 1 if world_size % 4 else 2}
     sizes |= {axis: 1 for axis in ("pipeline", "tensor") if sizes[axis] is None}
     if sizes["data"] is None:
-        others = sizes["pipeline"] * sizes["context"] * sizes["tensor"]
-        if others < 1 or world_size % others:
+        product = sizes["pipeline"] * sizes["context"] * sizes["tensor"]
+        if product < 1 or world_size % product:
             axes = ", ".join(f"{axis} is {sizes[axis]}" for axis in ("pipeline", "context", "tensor"))
             raise WorkbookError(f"{axes}; their product must divide the number of ranks, {world_size}.")
-        sizes["data"] = world_size // others
+        sizes["data"] = world_size // product
     if sizes["microbatches"] is None:
         examples = args.batch_size // max(1, sizes["data"])
         most = min(examples, 4 * sizes["pipeline"]) if sizes["pipeline"] > 1 else 1

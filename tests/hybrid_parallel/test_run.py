@@ -86,6 +86,7 @@ def test_without_sizes_the_ranks_are_stages_tensor_ranks_and_replicas_and_sizes_
     mesh = {2: (2, 1, 1, 8), 4: (2, 1, 2, 8), 6: (2, 3, 1, 2), 8: (2, 2, 2, 4)}
     assert found == {1: (1, 1, 1, 1), 3: (1, 3, 1, 1)} | mesh
     assert axes(4, tensor=2) == (1, 2, 2, 1) and axes(4, zero=3) == (1, 4, 1, 1) == axes(4, data=4)
+    assert axes(4, sync_every=8) == (1, 4, 1, 1)
     assert axes(4, microbatches=2) == (2, 1, 2, 2)
 
 
