@@ -45,7 +45,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of
 from pipeline_parallel.train_torch_pipelining import TorchSchedule
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 CONFIG = GPTConfig(block_size=128, num_layers=8, num_heads=8, width=256)
 MICROBATCHES = 8
 TICK = 0.02  # seconds
