@@ -6,23 +6,24 @@
       powersgd   M (n x m)  ~  P (n x r) times Q^T (r x m)               r (n + m) numbers in place of n m
 
 Each compressor belongs to one bucket, and keeps the state that it needs from step to step. `mean(flat)`
-replaces the bucket's gradients by about their mean over the ranks of a group, and returns what this rank has
-contributed to that mean: its own gradients after compression. The difference is the error, which
+replaces the bucket's gradients by an approximation of their mean over the ranks of a group, and returns what
+this rank has contributed to it: its own gradients after compression. The difference is the error, which
 train_compressed.py adds to the next step's gradients.
 
 Numbers with few bits cannot be added up on their way through a ring: the sum of two int8 numbers overflows,
-and each hop would round again. So int8 sends each rank its chunk of all others (an all-to-all), adds up in
-float32, rounds once more, and gathers. A ring's two halves have as many messages, and four times the bytes.
+and each hop would round again. So with int8 each rank receives its chunk from every other rank (an
+all-to-all), adds up in float32, rounds once more, and sends the result to all (an all-gather). A ring's
+reduce-scatter and all-gather send as many messages, and four times the bytes.
 
 For p ranks and a bucket of N float32 numbers (4 N bytes), a rank sends in bytes
 
       all-reduce   2 (p-1)/p 4 N                     in a ring, without compression
       bf16         2 (p-1)/p 2 N
       int8         2 (p-1)/p 1,028/1,024 N           N is rounded up to a multiple of 1,024 p
-      topk         (p-1) 8 k                         which grows with p: it is an all-gather
+      topk         (p-1) 8 k                         grows with p: for a k of 1%, as all-reduce at p = 100
       powersgd     2 (p-1)/p 4 (V + r sum of (n + m))      V numbers are not in matrices
 
-All ranks unpack the same bytes in the same order, so their results are bitwise equal if their processors are.
+All ranks end with the same bytes, so their results are bitwise equal if their processors are.
 """
 
 import math
@@ -83,13 +84,13 @@ class Float32(Compressor):
 class Bf16(Compressor):
     """Sends the upper half of the bits of a float32 number: its sign, its exponent, 7 bits of its fraction.
 
-    The range is that of float32, so nothing overflows; a number is rounded by at most 1/256 of its size. A
-    ring rounds the sum at each hop too, and no rank's error has that. torch: `bf16_compress_hook`.
+    The range is that of float32; a number is rounded by at most 1/256 of its size. A ring also rounds the sum
+    at each hop, which error feedback does not correct. torch: `bf16_compress_hook`.
     """
 
     def mean(self, flat: Tensor) -> Tensor:
         rounded = flat.bfloat16()
-        sent = rounded.to(flat.dtype)
+        sent = rounded.to(flat.dtype, copy=True)
         all_reduce(rounded, "mean", self.group, pattern=self.pattern)
         flat.copy_(rounded)
         return sent
@@ -105,9 +106,9 @@ class Int8(Compressor):
 
     A row of 1,028 bytes holds a block and its scale, so they travel in one message. Each rounding changes a
     number by at most half a scale. With one scale for all numbers the small ones would become zeros. The mean
-    is rounded too, and no rank's error has that. Seide et al. 2014 went down to one bit, with error feedback;
-    8 bits for a block are as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021,
-    https://arxiv.org/abs/2110.02861.
+    is rounded too, which error feedback does not correct. Seide et al. 2014 went down to one bit, with error
+    feedback; 8 bits for a block are as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+    2021, https://arxiv.org/abs/2110.02861.
     """
 
     @property
@@ -178,9 +179,10 @@ class TopK(Compressor):
 class PowerSGD(Compressor):
     """Sends two thin matrices P (n x r) and Q (m x r) in place of each matrix M (n x m) of gradients.
 
-          P = mean over ranks of M Q        one step of the power iteration; then its columns are made
-          Q = mean over ranks of M^T P      orthonormal
-          M is replaced by P Q^T            the best approximation of the mean by columns of P
+          P = mean over ranks of M Q        one step of the power iteration
+          P = orthonormal(P)                the same columns, at right angles and of length 1
+          Q = mean over ranks of M^T P
+          M = P Q^T                         the best approximation of the mean by these columns
 
     Both are linear in M, so they can be added up on the way, as gradients can, and all ranks get the mean of
     their matrices, approximated. The next step begins with this step's Q, so that P comes closer to the
@@ -188,8 +190,8 @@ class PowerSGD(Compressor):
     the rest. What two thin matrices would not make smaller, such as a bias, travels as it is, with P.
 
     Numbers are computed and sent in float32, or in float64 if they are float64. Vogels, Karimireddy and
-    Jaggi, "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727. torch's `powerSGD_hook` does the same,
-    and keeps the error of the mean on each rank, which has the same mean over ranks.
+    Jaggi, "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727. torch's `powerSGD_hook` does the same;
+    it keeps gradient - P Q^T on each rank, which has the same mean over ranks as the error here.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], *bucket: Any, rank: int = 4, **options: Any) -> None:

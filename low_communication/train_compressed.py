@@ -4,23 +4,23 @@
                ▲                        │
                └────── what remains ◄───┘           for the next step, on this rank
 
-A compressor (compressors.py) sends about the gradient. What it leaves out is not lost with *error feedback*:
-each rank keeps the difference, and adds it to its gradient in the next step. So the sum of all that was sent
-up to a step is the sum of the gradients up to then, but for the last difference:
+A compressor (compressors.py) sends an approximation of the gradient. With *error feedback*, what it leaves
+out is not lost: each rank keeps the difference, and adds it to its gradient in the next step. So the sum of
+all that was sent up to a step is the sum of the gradients up to then, but for the last difference:
 
       sent + what remains = gradient + what remained before
 
-The buckets, and when they are complete, are those of train_bucket_overlap.py. But a compressor has several
-collectives one after another, with arithmetic in between, so a bucket cannot be left to one asynchronous
+The buckets, and when they are complete, are those of train_bucket_overlap.py. But a compressor may have two
+collectives, one after another, with arithmetic in between, so a bucket cannot be left to one asynchronous
 all-reduce. One thread of the rank works on the buckets in their order, which is the same on all ranks, while
 the backward computes. In that time nothing else may use the same group. Each compressor's bytes are in
-compressors.py. A step takes, if nothing else is slower,
+compressors.py. At best a step takes
 
-      max(backward, time on the wire of the compressed bytes + time to compress)
+      forward + max(backward, time on the wire of the compressed bytes + time to compress) + optimizer
 
 With less on the wire, the time to compress counts, and each step learns less from its gradient. So compare
 the time to a loss, and not the time of a step (benchmarks/sending_less.py). What remains takes as much memory
-as the gradients. It is not in a checkpoint: a resumed run begins without it.
+as the gradients. Neither it nor PowerSGD's matrices are in a checkpoint: a resumed run begins without them.
 
 Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, and, with a proof,
 Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847. torch has
@@ -52,8 +52,8 @@ from training.run import Run
 class CompressedDataParallel(BucketDataParallel):
     """Wraps a module that every rank of `group` holds, and averages its compressed gradients over the ranks.
 
-    It is used as BucketDataParallel. After `finish_gradient_sync()`, every `param.grad` is about the mean
-    over ranks, and the same on all ranks. `compress` is a name of COMPRESSORS, and `options` are that
+    It is used as BucketDataParallel. After `finish_gradient_sync()`, every `param.grad` approximates the mean
+    over ranks, and is the same on all ranks. `compress` is a name of COMPRESSORS, and `options` are that
     compressor's. With `error_feedback=False` a rank forgets what it has not sent. Gradients are sent as they
     are as long as `is_compressing` is False.
     """
@@ -100,7 +100,7 @@ class CompressedDataParallel(BucketDataParallel):
     def _average(
         self, bucket: Bucket, handover: contextlib.AbstractContextManager[None], before: list[Any]
     ) -> None:
-        """Replace the bucket by about its mean over ranks, and keep what this rank has not sent."""
+        """Replace the bucket by an approximation of its mean, and keep what this rank has not sent."""
         for work in before:
             work.result()  # raises its error: after one, nothing more is sent
         with handover, span("compress", "compress", bytes=bucket.flat.nbytes):

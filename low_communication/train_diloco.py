@@ -8,28 +8,30 @@ The *anchor* is where all ranks began: the parameters after the last synchronisa
 anchor - parameters, plays the part of a gradient. Its mean over the ranks goes into an outer optimizer, SGD
 with Nesterov momentum, which has the same state on all ranks:
 
-      momentum = mu momentum + change          anchor = anchor - outer_lr (change + mu momentum)
+      momentum = mu momentum + change
+      anchor   = anchor - outer_lr (change + mu momentum)          with the new momentum
 
 With an outer rate of 1 and no momentum the new anchor is the mean of the parameters: local SGD
 (train_local_sgd.py). The inner optimizer's state stays on its rank and is never sent.
 
       bytes of a step     2 (n-1)/n P / H        as local SGD; P: bytes of all parameters, n ranks in a ring
-      memory of a rank    2 P more: the anchor and its momentum
+      memory of a rank    2 P more: the anchor and its momentum; with a delay, up to 2 P while P travels
 
 With `fragments=F` the parameters are divided into F fragments, first layers first. Each is synchronised every
 H steps, but no two in the same step, so F times fewer bytes travel at a time. With `delay=D` the training
 goes on while a fragment travels, and its new anchor arrives D steps later:
 
       step            0 ─────────── 8 ─────────── 16 ────────── 24 ────────── 32         H = 32, F = 4, D = 2
-      fragment 1      train ────────┤ send ┤ the new anchor arrives in step 10
-      fragment 2      train ──────────────────────┤ send ┤ ... in step 18
+      fragment 1      train ────────┤send┤ the new anchor arrives in step 10
+      fragment 2      train ──────────────────────┤send┤ ... in step 18
 
-The rank keeps what it learns in these D steps. When the new anchor arrives, it takes
+Fragment 1 is sent in step 8 for the first time, so its first change is that of 8 steps. The rank keeps what
+it learns in these D steps. When the new anchor arrives, it takes
 
       parameters = parameters + (new anchor - parameters that it sent)
 
-`wire` is the type of the numbers that travel (compressors.py): "float32", "bf16" or "int8". A change is
-rounded once in H steps, and what the rounding loses is not sent later, as train_compressed.py would do.
+`wire` is the type of the numbers that travel, "float32", "bf16" or "int8", with the bytes of compressors.py
+for each. What the rounding of a change loses is lost. (In train_compressed.py it is sent with the next step.)
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 https://arxiv.org/abs/2311.08105; fragments and delay are from "Streaming DiLoCo with overlapping
@@ -214,8 +216,8 @@ def refuse_options(
         (sync_every < 1, f"sync_every is {sync_every}: it is a number of steps, at least 1."),
         (
             not 1 <= fragments <= min(sync_every, parameters),
-            f"fragments is {fragments}: there is at least 1, and there are no more than steps between two "
-            f"synchronisations, {sync_every}, or parameters, {parameters}.",
+            f"fragments is {fragments}: it is a number from 1 to {min(sync_every, parameters)}, as there are "
+            f"{sync_every} steps between two synchronisations, and {parameters} parameters.",
         ),
         (
             not 0 <= delay < sync_every,
@@ -239,7 +241,7 @@ def refuse_options(
 def divide(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
     """Divide parameters, in their order, into at most `number` fragments of about equal size.
 
-    There are fewer if a parameter is larger than a fragment.
+    There can be fewer if a parameter is larger than a fragment.
     """
     total, before = sum(p.numel() for p in parameters), 0
     fragments: list[list[nn.Parameter]] = [[] for _ in range(number)]
@@ -268,7 +270,7 @@ class DiLoCoArgs(LocalArgs):
     wire_dtype: Literal["float32", "bf16", "int8"] = "float32"
     """Type of the numbers that are sent."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer, a number without unit. 1, without momentum, is local SGD."""
+    """Learning rate of the outer optimizer. 1, without momentum, is local SGD."""
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 

@@ -18,11 +18,11 @@ those of its shard with the ranks of other machines that have the same shard.
       a rank keeps                      (P + G + O)/n     (P + G + O)/m
       P, G, O: bytes of all parameters, gradients and optimizer state; n = k m
 
-3 P is two gathers and a reduce-scatter, less what a block saves that is gathered once (zero/train_zero3.py).
-In ZeRO 3's ring the last rank of a machine has its right neighbour on the next machine, so all that this rank
-sends leaves its machine. On 2 machines of 8 ranks, a machine sends 2.8 P to the other one with ZeRO 3, and P
-with HSDP. With more microbatches ZeRO 3 sends as much again in each; HSDP sends that within a machine only,
-and the bytes between machines stay the same.
+3 P is two gathers and a reduce-scatter. (A block that is gathered only once saves a gather:
+zero/train_zero3.py.) In ZeRO 3's ring the last rank of a machine has its right neighbour on the next machine,
+so all that this rank sends leaves its machine. On 2 machines of 8 ranks, a machine sends 2.8 P to the other
+one with ZeRO 3, and P with HSDP. With more microbatches ZeRO 3 sends as much again in each; HSDP sends that
+within a machine only, and the bytes between machines stay the same.
 
 The price is memory: a rank keeps k times as much. ZeRO++ pays less. It divides gradients and state among all
 ranks, and only the parameters have a copy in each machine, for the gathers of the backward (Wang et al. 2023,
@@ -88,7 +88,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         with self._guard.no_sync():
             yield
             super().finish_gradient_sync()
-        self._guard.arrived.update(unit.shard for unit in self._of_machine)  # a step would be too early
+        self._guard.arrived.update(unit.shard for unit in self._of_machine)  # so that a step is refused now
 
     def _complete(self, unit: Unit) -> None:
         """Wait for the machine's mean gradients of a unit, and start to average them over machines."""

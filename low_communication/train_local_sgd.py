@@ -3,23 +3,24 @@
       rank 0   ── step ── step ── step ── step ──┐               ┌── step ── ...
       rank 1   ── step ── step ── step ── step ──┼── average ────┼── step ── ...
       rank 2   ── step ── step ── step ── step ──┘               └── step ── ...
-                                     H = 4
+               └───── H = 4 steps ─────┘
 
 Data parallelism averages gradients, so it communicates in each step. Here the ranks communicate once in H
-steps, and then the same number of bytes:
+steps, and then send as many bytes. On average over H steps:
 
       bytes of a step     2 (n-1)/n P / H         P: bytes of all parameters, in a ring of n ranks
-      time of a step      computing + time on the wire / H
+      time of a step      computing + time of the all-reduce / H
 
 Between two averages each rank takes steps with the gradients of its own examples only, and the replicas
-drift apart (data_parallel/train_alone.py). With H = 1 and plain SGD nothing drifts. For n ranks that have the
-gradients g_i at the same parameters w
+drift apart (data_parallel/train_alone.py). With H = 1 and plain SGD, which is linear in the gradient, this is
+data parallelism. For n ranks that have the gradients g_i at the same parameters w
 
       mean of the ranks' parameters     1/n sum (w - lr g_i)  =  w - lr (1/n sum g_i)     data parallelism
 
 With more steps the two differ, because a rank computes its second gradient where its own first step has led,
-and the first steps of the other ranks have led elsewhere. So averaging parameters is not averaging gradients,
-and the longer H is, the less a step learns.
+and the first steps of the other ranks have led elsewhere. AdamW, the default here, is not linear, so with it
+even H = 1 is another training. Averaging parameters is not averaging gradients, and the larger H is, the less
+a step learns.
 
 The optimizer's state (momentum, Adam's two averages) comes from the gradients of one rank. By default each
 rank keeps its own, and only parameters are sent. The state is an average over many steps anyway, and to send
@@ -123,7 +124,7 @@ class LocalSGD(nn.Module):
                 "average: freeze what no rank uses, or leave average_state out."
             )
         kept = [(name, value) for state in states for name, value in state.items()]
-        return tensors + [value for name, value in kept if name != "step"]  # all ranks have counted the same
+        return tensors + [value for name, value in kept if name != "step"]  # each rank counts its own steps
 
 
 @dataclasses.dataclass

@@ -42,12 +42,15 @@ def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_fo
                 compressor = compress(SHAPES, None, "ring", dtype)
                 for step in range(3):
                     flat = values(3 * step + cluster.rank, dtype)
+                    own = flat.double()
                     before = LEDGER.total()
                     sent = compressor.mean(flat)
                     assert LEDGER.total() - before == compressor.traffic(), what
                     mean = sum(exchange(sent.double())) / cluster.world_size
                     rounded = {"bf16": 2**-7, "int8": 1 / 127}.get(name, near)  # of the largest
                     assert_same({"mean": flat.double()}, {"mean": mean}, rounded, what)
+                    if name in ("float32", "bf16", "int8"):
+                        assert_same({"own": sent.double()}, {"own": own}, rounded, what)
                     assert len(set(exchange(state_digest({"mean": flat})))) == 1, what
                     assert flat.dtype == sent.dtype == dtype, what
 
