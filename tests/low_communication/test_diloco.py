@@ -218,7 +218,10 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence():
         for options, sentence in (
             ({"sync_every": 0}, "^sync_every is 0: it is a number of steps, at least 1.$"),
             ({"fragments": 0}, "^fragments is 0: it is a number from 1 to "),
-            ({"fragments": 3}, "^fragments is 3: .* there are 2 steps between two synchronisations, and 10 parameters.$"),
+            (
+                {"fragments": 3},
+                "^fragments is 3: .* 2 steps between two synchronisations, and 10 parameters.$",
+            ),
             ({"delay": 2}, "^delay is 2: it is a number of steps from 0, and less than sync_every, 2.$"),
             ({"delay": 1}, "^With a delay, .* give DiLoCo a group of its own.$"),
             ({"wire": "topk"}, "^wire is topk: choose one of float32, bf16, int8.$"),
