@@ -6,12 +6,18 @@ from front import frame
 from lab.what_changed import Line, difference, steps_of
 from puzzles.puzzles import PUZZLES
 
+# The four ranks of lesson 8's runs at 200 Mbit/s.
+AT_HOME = (
+    "layers=8&width=160&heads=8&vocabulary=256&context=48&sequence=48&precision=float32&batch=6&microbatches=1"
+    "&dataRanks=4&pipelineRanks=1&flops=1e11&rate=0.2&capacity=1e9&stage=0&machineRanks=2&innerRate=20"
+)
 # The page to play with of each lesson, with settings, and what can be done on it.
 PLAYED = {
     "comm": ("all_reduce.html", "embed=yes&show=ring,tree", "All-reduce: messages in flight"),
     "zero": ("calculator.html", "embed=yes", "Memory and step time"),
     "pipeline_parallel": ("schedules.html", "embed=yes&show=gpipe,1f1b", "Pipeline schedules"),
     "context_parallel": ("context.html", "embed=yes", "Long sequences: ring attention"),
+    "low_communication": ("calculator.html", f"embed=less&{AT_HOME}", "Memory and step time: sending less"),
 }
 PUZZLES_OF = {
     "data_parallel": ("data_parallel", "overlap"),

@@ -33,7 +33,7 @@ def _page(folder: str, *scripts: str, shared: tuple[Path, ...] = ()) -> Page:
 
 
 ALL_REDUCE = _page("all_reduce", "algorithms.js", "messages.js", "page.js", "sizes.js", shared=(PLAYER,))
-CALCULATOR = _page("calculator", "formulas.js", "page.js", "tables.js", "splits.js")
+CALCULATOR = _page("calculator", "formulas.js", "page.js", "tables.js", "splits.js", "sending_less.js")
 CONTEXT = _page(
     "context",
     *("cut.js", "times.js", "traffic.js", "page.js", "timeline.js", "moment.js", "tables.js"),

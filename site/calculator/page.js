@@ -24,7 +24,11 @@ const TYPED = {
   flops: measured("of-machine", "a rank computes", ["TFLOP/s", 1e12], [1e9, 1e17]),
   alpha: measured("of-machine", "latency α", ["µs", 1e-6], [0, 1]),
   rate: measured("of-machine", "rate 1/β", ["Gbit/s", 1], [1e-3, 1e5]),
-  innerRate: measured("of-machine", "rate among tensor ranks", ["Gbit/s", 1], [1e-3, 1e5]),
+  innerRate: measured("of-machine", "rate within a machine", ["Gbit/s", 1], [1e-3, 1e5]),
+  share: measured("of-less", "top-k sends", ["%", 0.01], [1e-6, 1]),
+  columns: whole("of-less", "PowerSGD's columns r", 1e4),
+  syncEvery: whole("of-less", "steps alone H", 1e6),
+  machineRanks: whole("of-less", "ranks of a machine g", 1e4),
 };
 const CHOICES = {
   model: [["layers", "layers and width"], ["parameters", "its number of parameters"]],
@@ -54,6 +58,7 @@ const set = {
   keepsAttention: false, sequenceParallel: false, experts: 1, activeExperts: 1, dataRanks: 8, pipelineRanks: 4, tensorRanks: 1,
   contextRanks: 1, expertRanks: 1, stage: 1, schedule: "1f1b",
   flops: 100e12, alpha: 20e-6, rate: 100, innerRate: 2000, capacity: 40e9,
+  share: 0.01, columns: 4, syncEvery: 32, machineRanks: 4,
 };
 
 const fields = fieldsOf(TYPED, set);
@@ -94,6 +99,7 @@ function showSet() {
 }
 
 function start() {
+  if (linked.embed === "less") for (const id of ["memory", "less"]) $(id).classList.toggle("embed");
   offerAll();
   fields.put();
   draw();

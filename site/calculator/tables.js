@@ -13,7 +13,6 @@ function draw() {
   $("of-parameters").hidden = isDetailed;
   $("options").hidden = $("recompute").hidden = !isDetailed;
   $("heads").closest("label").hidden = !set.keepsAttention && set.tensorRanks === 1;
-  $("innerRate").closest("label").hidden = set.tensorRanks === 1;
   $("activeExperts").closest("label").hidden = set.experts === 1;
   document.querySelector("[value=sequenceParallel]").closest("label").hidden = set.tensorRanks === 1;
   $("schedule").hidden = set.pipelineRanks === 1;
@@ -22,6 +21,7 @@ function draw() {
   drawMemory(result);
   drawTime(result);
   drawSplits();
+  drawSendingLess();
   link(set);
 }
 

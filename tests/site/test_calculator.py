@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from comm import cost
+from comm.cost import header_traffic
 from context_parallel.makespan import ring_passes
 from expert_parallel.train_moe import Router
 from hybrid_parallel.planner.memory import layer_activations
 from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
 from lab.models.model import GPT, SIZES, FeedForward, GPTConfig
+from lab.ranks import run_ranks
+from low_communication.compressors import COMPRESSORS
+from low_communication.train_local_sgd import LocalSGD, traffic_of_average
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
@@ -272,3 +277,82 @@ def test_a_step_whose_link_is_slower_than_its_ranks_is_not_said_to_hide_all(brow
     assert "overlaps with computing as far as it can (here the link is slower)" in said
     browser.open(page, "stage=0&pipelineRanks=1&dataRanks=1&model=parameters")
     assert "slower" not in browser.js("document.getElementById('summary').textContent")
+
+
+TINY = "layers=2&width=32&heads=4&vocabulary=256&context=32&sequence=32&precision=float32&pipelineRanks=1"
+COUNTED = {"bf16": 1, "int8": 2, "topk": 1, "powersgd": 2}  # collectives, with a header each
+WAYS = ("bf16", "int8", "topk", "powersgd", "localSgd", "diloco", "streaming", "hsdp")
+
+
+def tiny_traffic(cluster: Cluster) -> dict[str, float]:
+    """Return the bytes of a step of the tiny GPT, without headers: of each compressor, and of local SGD."""
+    gpt = GPT(GPTConfig.named("tiny"))
+    shapes = [parameter.shape for parameter in gpt.parameters()]
+    header = header_traffic(cluster.world_size).bytes_sent
+    sent = {
+        name: COMPRESSORS[name](shapes, None, "ring").traffic().bytes_sent - times * header
+        for name, times in COUNTED.items()
+    }
+    optimizer = torch.optim.SGD(gpt.parameters())
+    average = traffic_of_average(LocalSGD(gpt, 32, pattern="ring"), optimizer)
+    return {**sent, "localSgd": (average.bytes_sent - header) / 32}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_each_way_to_send_less_sends_is_what_the_lesson_expects(
+    browser: Browser, page: Path, ranks: int
+):
+    browser.open(page, f"{TINY}&dataRanks={ranks}")
+    shown = js(browser, "waysOf(set)")
+    of_ranks = run_ranks(tiny_traffic, ranks)
+    for way, sent in of_ranks[0].items():  # ranks' shards differ by one number at most
+        mean = sum(each[way] for each in of_ranks) / ranks
+        assert shown[way]["sent"] == pytest.approx(mean, rel=1e-9), (way, sent)
+    assert shown["diloco"]["sent"] == shown["streaming"]["sent"] == shown["localSgd"]["sent"]
+    num_bytes = js(browser, f"int8Bytes({{numbers: results(set).parameters, ranks: {ranks}}})")
+    both = [("all_to_all", "pairwise"), ("all_gather", "ring")]
+    wire = sum(cost.seconds(op, pattern, num_bytes, ranks, LINK) for op, pattern in both)
+    assert shown["int8"]["wire"] == pytest.approx(wire)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_hybrid_shards_cost_a_machines_collectives_and_an_all_reduce_on_its_link(
+    browser: Browser, page: Path, microbatches: int
+):
+    browser.open(page, f"{TINY}&dataRanks=8&machineRanks=4&microbatches={microbatches}")
+    result, hsdp = js(browser, "[results(set), waysOf(set).hsdp]")
+    num_bytes, shard = 4 * result["parameters"], result["parameters"] // 4
+    assert hsdp["sent"] == 4 * cost.traffic("all_reduce", "ring", shard, 4, 2, 0).bytes_sent
+    assert hsdp["memory"] == 4 * num_bytes / 4  # parameters, gradients, two averages
+    fast = cost.Link(LINK.alpha, 8e-9 / 2000)
+    within = {"all_gather": 2 * microbatches, "reduce_scatter": microbatches}
+    wire = sum(times * cost.seconds(op, "ring", num_bytes, 4, fast) for op, times in within.items())
+    shared = cost.Link(LINK.alpha, 4 * LINK.beta)
+    wire += cost.seconds("all_reduce", "ring", 4 * shard, 2, shared)
+    assert hsdp["wire"] == pytest.approx(wire)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_pays_below_the_rate_that_is_shown(browser: Browser, page: Path, way: str):
+    browser.open(page, f"{TINY}&dataRanks=4&machineRanks=2&flops=1e11")
+    shown, makespan = js(browser, "[waysOf(set), results(set).makespan]")
+    plain, wire, step = shown["plain"], shown[way]["wire"], shown[way]["step"]
+    assert plain["step"] == max(makespan, plain["wire"])
+    assert step == pytest.approx(makespan + wire if way in ("localSgd", "diloco") else max(makespan, wire))
+    rate = js(browser, f"stopsAt(set, '{way}')")
+    below, above = js(browser, f"[0.99, 1.01].map(times => shareAt(set, times * {rate}, '{way}'))")
+    assert below < 1 <= above + 1e-6
+
+
+def test_what_sends_less_is_compared_for_what_is_set(browser: Browser, page: Path):
+    browser.open(page, f"{TINY}&dataRanks=4&machineRanks=3&rate=0.2")
+    assert cell(browser, "less", "plain data parallel") == "1"
+    assert cell(browser, "less", "HSDP, g = 3") == ""
+    assert "give a number g that divides n" in browser.js("document.getElementById('less-table').textContent")
+    type_into(browser, "syncEvery", "100")
+    assert 0 < float(cell(browser, "less", "DiLoCo, H = 100")) < 1
+    type_into(browser, "dataRanks", "1")
+    assert browser.js("document.getElementById('less-tables').hidden")
+    browser.open(page, "model=parameters&pipelineRanks=1")
+    assert cell(browser, "less", "PowerSGD, r = 4") == ""
+    assert browser.errors == []

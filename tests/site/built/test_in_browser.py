@@ -88,7 +88,9 @@ def test_the_first_page_plays_and_leads_to_the_first_step_on_any_width(browser: 
     assert sorted(Path(path).name for path in linked) == sorted(PAGES.values())
 
 
-@pytest.mark.parametrize("lesson", ["comm", "zero", "pipeline_parallel", "context_parallel"])
+@pytest.mark.parametrize(
+    "lesson", ["comm", "zero", "pipeline_parallel", "context_parallel", "low_communication"]
+)
 def test_a_lesson_has_its_page_to_play_with(browser: Browser, site: Path, lesson: str):
     browser.open(site / lesson / "index.html")
     browser.js("document.querySelector('iframe.play').scrollIntoView({behavior: 'instant'})")
