@@ -33,7 +33,7 @@ const WAYS = {
     collectives: ({ full }) => [["all_reduce", full.gradients, 1]], held: ({ full }) => summed(full),
   },
   bf16: {
-    title: () => "bf16", formula: "2 (n-1)/n 2 N", lesson: compressors,
+    title: () => "bf16", formula: "2 (n-1)/n 2 N, which saves nothing if gradients are bf16", lesson: compressors,
     collectives: ({ numbers }) => [["all_reduce", 2 * numbers, 1]], held: withError,
   },
   int8: {
