@@ -13,12 +13,14 @@ from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
 from lab.models.model import loss_of
+from lab.ranks import run_ranks
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
 from tests.fake_gpu.conftest import REAL
-from tests.fake_gpu.ranks import on_gpus
+from tests.fake_gpu.ranks import SHORT, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
+from tests.run_modes import train
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
 from tests.zero import sharded
@@ -96,6 +98,22 @@ def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
         pipelines.compare_schedule(cluster, schedule, 4, make, pipelines.text, by_hand=lesson)
 
     on_gpus(compare, ranks=3, FAKE_SLOW=SLOW)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(f"data_parallel_compressed --compress {how}" for how in ("bf16", "int8", "topk", "powersgd")),
+        "diloco --sync-every 4 --fragments 4 --delay 2 --wire-dtype int8",
+    ],
+)
+def test_what_sends_less_trains_on_gpus_as_on_cpus(run: str):
+    def losses(cluster: Cluster) -> list[float]:
+        report = train(cluster, *run.split(), *SHORT, "--steps", "7")
+        return [report[name] for name in ("first_loss", "last_loss", "validation_loss")]
+
+    on_cpus = run_ranks(losses, 2)
+    assert on_gpus(losses, FAKE_SLOW=SLOW) == [pytest.approx(expected, rel=1e-4) for expected in on_cpus]
 
 
 @pytest.mark.skipif(REAL not in os.environ, reason="a fake GPU computes on the host")
