@@ -69,6 +69,18 @@ def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, test):
     fails("comm.wire.native.NativeHandle.end", wait_for_nothing, test, "its stream has not waited for that")
 
 
+def test_a_thread_that_does_not_wait_for_what_the_main_thread_has_launched_is_noticed(fails):
+    fails(
+        "low_communication.train_compressed.handover_of",
+        lambda tensors: None,
+        partial(
+            techniques.test_what_sends_less_trains_on_gpus_as_on_cpus,
+            "data_parallel_compressed --compress int8",
+        ),
+        "its stream has not waited for that",
+    )
+
+
 def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, monkeypatch):
     monkeypatch.setenv("FAKE_TIMEOUT", "3")
     test = partial(techniques.test_a_pipeline_equals_one_process, "gpipe", 2, 2)
