@@ -31,6 +31,7 @@ from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
+from low_communication.train_compressed import CompressedDataParallel
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import parallelize
@@ -38,6 +39,7 @@ from tensor_parallel.parallelize import parallelize
 WINDOWS = 8  # of text in a step, over all ranks
 LESSONS: dict[str, tuple[str, dict[str, Any]]] = {  # the lesson's run mode, and the mesh; 0 is all ranks
     "data": ("bucket_overlap", {"data": 0}),
+    "data int8": ("data_parallel_compressed", {"data": 0, "compress": "int8"}),
     "zero1": ("zero1", {"data": 0, "zero": 1}),
     "zero2": ("zero2", {"data": 0, "zero": 2}),
     "zero3": ("zero3", {"data": 0, "zero": 3}),
@@ -93,6 +95,9 @@ def of_the_lesson(cluster: Cluster, what: str) -> Step:
     elif what in ("tensor", "sequence"):
         divided = parallelize(model, sequence_parallel=what == "sequence")
         train = Training(divided, AdamW(divided.parameters(), lr=LR), (x, y))
+    elif what == "data int8":
+        compressed = CompressedDataParallel(model, "int8", pattern=pattern)
+        train = Training(compressed, AdamW(compressed.parameters(), lr=LR), (x, y))
     elif what.startswith("context "):
         cut = ContextParallel(model, *ATTENTIONS[what.removeprefix("context ")])
         train = Training(cut, AdamW(cut.parameters(), lr=LR), (x, y))

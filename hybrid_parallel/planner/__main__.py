@@ -10,7 +10,7 @@ from rich.console import Console
 from comm.cost import Link
 from comm.wire import slow_link
 from hybrid_parallel.planner.machine import MACHINES, this_machine
-from hybrid_parallel.planner.search import best_by_division, choose, plans
+from hybrid_parallel.planner.search import best_by_division, choose, plans, sending_less
 from hybrid_parallel.planner.shapes import num_parameters, shape_of
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.planner.table import describe, table_of
@@ -64,7 +64,8 @@ def main(args: Args) -> None:
     best = choose(found)
     number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
     width = None if sys.stdout.isatty() else 160
-    Console(width=width).print(
+    console = Console(width=width)
+    console.print(
         f"{args.model}: {f'{number / 1e9:.3g} billion' if number >= 1e9 else f'{number / 1e6:.3g} million'} "
         f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} {where}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
@@ -72,6 +73,11 @@ def main(args: Args) -> None:
         f"Choice: {best.sizes}; {describe(best.sizes)}.",
         sep="\n",
     )
+    if less := sending_less(shape, machine, batch, best, given):
+        print(
+            "\nWith less along the data axis (lesson 8), each way in its best plan, compared with the choice:"
+        )
+        console.print(table_of(less, TimeModel(shape, machine, batch)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     parameters, gradients, optimizer state   with float32 and with autocast 4, 4 and 8 bytes for each one,
                                              otherwise 2, 2 and 12, for AdamW; zero/memory.py divides them
+                                             compression keeps what it has not sent: as much as gradients
     activations of a microbatch in a layer   what the backward needs, see `layer_activations`
     microbatches held at a time              by the schedule's formula (pipeline_parallel/analysis/theory.py)
     logits                                   on the last stage; also in float32
@@ -78,7 +79,8 @@ def memory_of_rank(
         temporary += layer / sizes.tensor * (2 * parameter + gradient)
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
     buffers = RUNTIME_BYTES + MESSAGES * stream * (sizes.pipeline > 1)
-    return Memory(state.parameters, state.gradients, state.optimizer_state, held * kept, temporary, buffers)
+    gradients = state.gradients * (2 if sizes.compress else 1)
+    return Memory(state.parameters, gradients, state.optimizer_state, held * kept, temporary, buffers)
 
 
 def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:

@@ -27,6 +27,10 @@ from lab.units import show_bytes, show_seconds
 USABLE = 0.95  # of a device's memory; the rest is for the runtime and for gaps between tensors
 LEAST_TOKENS = 2048  # that a rank has of a long sequence: with fewer its kernels do not reach their rates
 DIVISION = ("pipeline", "data", "context", "tensor", "expert_ranks")
+LESS: tuple[dict[str, Any], ...] = (  # ways to send less along the data axis
+    *({"compress": name} for name in ("bf16", "int8", "topk", "powersgd")),
+    *({"sync_every": steps} for steps in (8, 32)),
+)
 CAUSES = {
     "compute": "for computing",
     "tensor": "for collectives of the tensor axis",
@@ -98,6 +102,28 @@ def plans(
         key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes)
     )
     return [replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
+
+
+def sending_less(
+    shape: AnyShape, machine: Machine, batch: int, best: Plan, given: Mapping[str, Any] | None = None
+) -> list[Plan]:
+    """Return the best plan of each way to send less along the data axis, compared with the best of all plans.
+
+    The ways that no plan has are left out.
+    """
+    found, devices = [], best.sizes.world_size
+    for way in LESS:
+        with contextlib.suppress(WorkbookError):
+            fixed = {"zero": 0} | dict(given or {}) | way
+            plan = plans(shape, machine, devices, batch, best.sizes.precision, fixed)[0]
+            if plan.seconds is not None:
+                change = plan.compared_seconds / best.compared_seconds - 1
+                words = (
+                    f"a step is {abs(change):.1%} {'shorter' if change < 0 else 'longer'}, and learns less"
+                )
+                plan = replace(plan, reason=words)
+            found.append(plan)
+    return sorted(found, key=lambda plan: (plan.step_seconds, plan.memory_bytes))
 
 
 def choose(found: list[Plan]) -> Plan:

@@ -66,6 +66,11 @@ class ModelShape:
         return 3 if self.gated else 2
 
     @property
+    def matrices(self) -> int:
+        """Return the number of matrices of a dense layer."""
+        return 4 + self._matrices
+
+    @property
     def expert_parameters(self) -> int:
         """Return the parameters of all experts of a layer. The feed-forward of a dense model is no expert."""
         return self.experts * self._matrices * self.width * self.inner_width if self.experts > 1 else 0
@@ -128,6 +133,7 @@ class MLPShape(MLPConfig):
     sequence_length: ClassVar[int] = 1
     query_width: ClassVar[int] = 0  # an MLP has no attention
     kv_width: ClassVar[int] = 0
+    matrices: ClassVar[int] = 1
     experts: ClassVar[int] = 1
     active_experts: ClassVar[int] = 1
     expert_parameters: ClassVar[int] = 0

@@ -12,6 +12,8 @@
                    of the first microbatch on its way and of the last one on its way back, see `_messages`
     data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline one microbatch hides
                    them, except for one layer's and for the parameters that ZeRO 1 and 2 gather after the step
+    - compress     fewer bytes, and the time to compress, which is not hidden
+    - sync_every   parameters once in so many steps, and nothing hides them
     optimizer      bytes / bandwidth
     overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
@@ -45,11 +47,14 @@ from hybrid_parallel.planner.memory import (
 )
 from hybrid_parallel.planner.shapes import AnyShape, active_weights, flops_per_token
 from hybrid_parallel.sizes import ParallelSizes
+from low_communication.compressors import BLOCK, ROW
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import V_SHAPED
 
 SHARING = 4  # the power above: within 15% of a simulation of the cores' sharing, half within 2.5%
 COPIED_BYTES = 4  # a core reads and writes for each byte that a collective sends, as measured here
+# A core reads and writes for each number that it compresses, with error feedback, as measured here.
+COMPRESSING_BYTES = {"bf16": 20, "int8": 100, "topk": 110, "powersgd": 80}
 ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 
 Pass = dict[str, float]
@@ -245,7 +250,7 @@ class TimeModel:
         of_parameter, of_gradient, _ = state_bytes(sizes, machine.autocast)
         copying = Link(0.0, COPIED_BYTES / machine.bandwidth / machine.share * (machine.cores is not None))
 
-        def left(ops: list[tuple[str, int]], hiding: float) -> float:
+        def left(ops: list[tuple[str, float]], hiding: float) -> float:
             """Return the seconds of all layers' collectives that `hiding` seconds of work do not hide."""
             comm = copies = 0.0
             for (op, size), (numbers, ranks, stride) in product(ops, parts):
@@ -255,12 +260,29 @@ class TimeModel:
                     copies += layers * collective(op, layer, ranks, copying)
             return copies + (comm if sizes.pipeline > 1 else max(comm - hiding, comm / layers))
 
+        if sizes.sync_every > 1:
+            return left([("all_reduce", of_parameter)], 0.0) / sizes.sync_every
+        if sizes.compress:
+            moved = dense * COMPRESSING_BYTES[sizes.compress] / machine.bandwidth / machine.share
+            return moved + left([self._compressed(sizes)], backward)
         if sizes.zero == 0:
             return left([("all_reduce", of_gradient)], backward)
         scatter, gather = ("reduce_scatter", of_gradient), ("all_gather", of_parameter)
         if sizes.zero == 3:
             return m * (left([gather], forward) + left([gather, scatter], backward))
         return (m if sizes.zero == 2 else 1) * left([scatter], backward) + left([gather], 0.0)
+
+    def _compressed(self, sizes: ParallelSizes) -> tuple[str, float]:
+        """Return the collective of compressed gradients, and its bytes for each number (compressors.py)."""
+        shape, columns = self.shape, 4
+        # Of a layer's matrices one side is the width, and the tensor axis divides the other side.
+        sides = shape.matrices * shape.width * sizes.tensor / shape.dense_parameters + 1 / shape.width
+        return {
+            "bf16": ("all_reduce", 2.0),
+            "int8": ("all_reduce", ROW / BLOCK),  # its all-to-all and all-gather send as much
+            "topk": ("all_gather", sizes.replicas * 0.01 * 8),
+            "powersgd": ("all_reduce", 4.0 * columns * sides),
+        }[sizes.compress or "bf16"]
 
     def _optimizer(self, sizes: ParallelSizes, rank: int) -> float:
         """Return the seconds in which a rank changes the parameters whose optimizer state it has."""

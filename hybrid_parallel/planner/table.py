@@ -49,8 +49,10 @@ def describe(sizes: ParallelSizes) -> str:
 
 
 def _options(sizes: ParallelSizes, recompute: str) -> list[str]:
-    """Return what the ranks of the context and tensor axes do, and `recompute` if a plan does that."""
+    """Return what the ranks of the axes do, and `recompute` if a plan does that."""
     words = [f"{sizes.attention.replace('_', '-')} attention"] * (sizes.context > 1)
+    words += [f"compress {sizes.compress}"] * bool(sizes.compress)
+    words += [f"sync every {sizes.sync_every}"] * (sizes.sync_every > 1)
     return words + ["sequence parallel"] * sizes.sequence_parallel + [recompute] * sizes.recompute
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comm.cost import Link
 from hybrid_parallel.planner.__main__ import Args, main
 from hybrid_parallel.planner.machine import MACHINES, Machine
-from hybrid_parallel.planner.search import Plan, candidates, choose, plans
+from hybrid_parallel.planner.search import LESS, Plan, candidates, choose, plans, sending_less
 from hybrid_parallel.planner.shapes import SHAPES, MLPShape, ModelShape, shape_of
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
@@ -138,6 +139,20 @@ def test_impossible_inputs_are_refused_in_a_sentence(devices: int, batch: int, g
     assert sentence in str(refused.value)
 
 
+def test_what_sends_less_makes_a_step_shorter_only_on_a_slow_link():
+    shape, best_of = shape_of("13m"), []
+    for seconds_per_byte in (4e-8, 1e-13):
+        link = Link(0.0, seconds_per_byte)
+        machine = replace(H100, devices_per_node=1, inner=link, outer=link)
+        best = plans(shape, machine, 4, 64)[0]
+        less = sending_less(shape, machine, 64, best)
+        assert len(less) == len(LESS) and {(p.sizes.compress, p.sizes.sync_every) for p in less} == {
+            (way.get("compress"), way.get("sync_every", 1)) for way in LESS
+        }
+        best_of.append(less[0].reason)
+    assert "shorter" in best_of[0] and "shorter" not in best_of[1], best_of
+
+
 def test_no_plan_fits_is_said_with_the_smallest_need():
     found = plans(SHAPES["llama-3-405b"], H100, 8, 8)
     with pytest.raises(
@@ -153,6 +168,7 @@ def test_the_table_shows_the_choice_its_step_and_the_axes_that_a_plan_uses(capsy
     assert "Choice: 8 ranks" in said and str(best.sizes) in said and "the fastest that fits" in said
     used = TimeModel(LLAMA, H100, 64).utilisation(best.sizes, best.step_seconds, causal=True)
     assert f"{used:.1%}" in said and "experts" not in said
+    assert "With less along the data axis" in said and "powersgd" in said
     main(Args(model="mixtral-8x7b", devices=16, batch=64))
     assert "tensor experts microbatches" in " ".join(capsys.readouterr().out.split())
 

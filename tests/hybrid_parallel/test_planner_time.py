@@ -11,7 +11,7 @@ from context_parallel.sequence_cut import SequenceCut
 from hybrid_parallel.planner.machine import Machine, this_machine
 from hybrid_parallel.planner.memory import parameters_of
 from hybrid_parallel.planner.shapes import SHAPES, ModelShape, flops_per_token
-from hybrid_parallel.planner.step_time import Seconds, TimeModel
+from hybrid_parallel.planner.step_time import COMPRESSING_BYTES, Seconds, TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.threads import own_cores
 from pipeline_parallel.analysis.simulate import Costs, simulate
@@ -91,6 +91,23 @@ def test_a_pipeline_hides_nothing_of_the_data_axis(zero: int):
     once = cost.seconds("all_gather", "ring", size, 4, machine.inner)
     # An all-reduce is a scatter and a gather; ZeRO 3 gathers in the forward and again in the backward.
     assert predict(sizes, machine).data == pytest.approx((3 if zero == 3 else 2) * once)
+
+
+def test_sending_less_costs_the_bytes_of_the_lessons_formulas():
+    numbers = parameters_of(SHAPE, ParallelSizes(data=4, pipeline=2), 0)
+    thin = numbers * 18 / (12 * 4096)  # rows and columns of four matrices d x d and two 4d x d
+    around = 2 * 3 / 4  # a ring of four ranks sends its bytes so often
+    for less, expected in (
+        ({"compress": "bf16"}, around * 2 * numbers),
+        ({"compress": "int8"}, around * 1028 / 1024 * numbers),
+        ({"compress": "topk"}, 3 * 8 * 0.01 * numbers),
+        ({"compress": "powersgd"}, around * 4 * 4 * thin),
+        ({"sync_every": 8}, around * 4 * numbers / 8),
+    ):  # in a pipeline, where nothing is hidden
+        sizes = ParallelSizes(data=4, pipeline=2, **less)
+        assert predict(sizes, machine(1.0)).data == pytest.approx(expected, rel=1e-3), less
+    compressing = predict(ParallelSizes(data=4, compress="int8"), replace(FREE, bandwidth=1.0)).data
+    assert compressing == COMPRESSING_BYTES["int8"] * parameters_of(SHAPE, ParallelSizes(data=4), 0)
 
 
 def test_without_a_pipeline_the_backward_hides_all_but_one_layer():
