@@ -119,7 +119,7 @@ def compare_all(cluster: Cluster) -> None:
         check(split_to_ranks, lambda xs: list(xs[0].tensor_split(n, dim)), same, dim, is_same_input=True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_each_pair_is_what_autograd_finds_on_one_process(n: int):
     run_ranks(compare_all, n)
 

@@ -17,7 +17,6 @@ from hybrid_parallel.sizes import ParallelSizes as Sizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from pipeline_parallel.schedules import SCHEDULES
 from tests.hybrid_parallel.equivalence import batch, compare, gpt
 from training.clipping import clip_grad_norm_
 
@@ -124,13 +123,14 @@ def test_cut_sequences_beside_divided_layers_equal_one_process():
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# The tests above have 1F1B beside every other axis. Naive differs from GPipe in the order of backwards only.
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_h1", "zb_v", "dualpipe_v"])
 def test_each_schedule_beside_every_other_axis_equals_one_process(schedule):
     pipeline = {"pipeline": 2, "microbatches": 4, "schedule": schedule}
     check(
         Sizes(data=2, **pipeline),
         Sizes(tensor=2, sequence_parallel=True, **pipeline),
-        Sizes(context=2, attention="ring" if schedule in ("1f1b", "zb_v") else "all_to_all", **pipeline),
+        Sizes(context=2, attention="ring" if schedule == "zb_v" else "all_to_all", **pipeline),
     )
 
 
@@ -159,7 +159,6 @@ def test_divided_experts_beside_replicas_divided_layers_and_cut_sequences_equal_
     check(
         Sizes(data=4, expert_ranks=2),
         Sizes(data=4, zero=3),
-        Sizes(data=2, tensor=2, expert_ranks=2, microbatches=2),
         Sizes(data=2, tensor=2, expert_ranks=2, microbatches=2, recompute=True),
         Sizes(data=2, context=2, expert_ranks=2, microbatches=2),
         Sizes(data=2, context=2, expert_ranks=4, attention="all_to_all"),

@@ -54,7 +54,7 @@ def test_every_schedule_has_the_gradients_of_one_process(n: int):
             compare_schedule(
                 cluster, name, n, partial(gpt, num_layers=layers, tied=False), text, chunks, steps=1
             )
-            for microbatches in (1, n, 2 * n + 1):
+            for microbatches in {1, n, 2 * n + 1} if n < 4 else {n + 1}:
                 compare_schedule(cluster, name, microbatches, partial(mlp, stages), vectors, chunks, steps=1)
             if stages <= 4:
                 compare_schedule(cluster, name, n, cnn, images, chunks, steps=1)

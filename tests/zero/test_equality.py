@@ -128,7 +128,7 @@ def test_the_backward_of_one_rank_may_run_in_another_order():
     run_ranks(work, 2, timeout=20)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, 4])  # the short tests have two
 def test_tied_frozen_unused_and_shared_parameters_are_right_on_any_number_of_ranks(n: int):
     def work(cluster: Cluster) -> None:
         odd = examples(cluster.world_size)
@@ -153,8 +153,8 @@ def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result(
             for options in (SMALL_BUCKETS, {"bucket_mb": 4e-4, "pattern": "tree"}):
                 compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd, (2, 1), **options)
         ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"pattern": "ring"}]
-        for make in (deep_gpt, recomputed):
-            for way in ways:
+        for make, those in ((deep_gpt, ways), (recomputed, ways[:1])):
+            for way in those:
                 compare_with_one_process(cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **way)
         with slow_link.slowed(Link(0.002, 0.0)):
             for stage in STAGES:
