@@ -36,6 +36,7 @@ context_all_to_all                     context_parallel/train_all_to_all_attenti
 expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks
 local_sgd                              low_communication/train_local_sgd.py            each rank trains some steps alone, and then the ranks average their parameters
 diloco                                 low_communication/train_diloco.py               each rank trains some steps alone, and an outer optimizer takes a step with the mean change
+diloco_elastic                         low_communication/train_elastic_diloco.py       DiLoCo with ranks that die and come back: each synchronisation takes the mean over those who are there
 data_parallel_compressed               low_communication/train_compressed.py           buckets of gradients that are compressed: fewer bits, fewer numbers, or thin matrices
 hsdp                                   low_communication/train_hsdp.py                 shards within a machine, and a replica on each machine
 hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks

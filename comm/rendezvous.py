@@ -17,7 +17,8 @@ These environment variables are read; defaults are in parentheses:
     JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the other ranks (60), and in one operation (60)
     OMP_NUM_THREADS             threads of a rank (the machine's cores, divided by its ranks)
 
-The details are in membership/: store.py (1), meeting.py (2), liveness.py (3).
+The details are in membership/: store.py (1), meeting.py (2), liveness.py (3). survivors.py is for trainings
+that go on after a death.
 """
 
 import math
@@ -53,6 +54,7 @@ from lab.launch.torch_log import hide_torch_warnings
 def join() -> Cluster:
     """Meet the other ranks, form the group of all ranks, and return this rank's Cluster.
 
+    If the others train on after this rank has died, and take it back, there is no group yet (survivors.py).
     Raise CommError if a variable has an invalid value, if the store cannot be opened or reached, if a rank is
     missing or has died, if two processes claim the same rank, or if the world sizes differ. An error that one
     rank finds after it has reached the store is raised on all ranks.
@@ -75,6 +77,10 @@ def join() -> Cluster:
     _listen_on_one_interface(world_size)
     meeting = Meeting(store, rank, world_size)
     try:
+        if sharing := meeting.comes_back():
+            share_cores(sharing)
+            choose_vector_math()
+            return Cluster(rank, world_size, local_rank, device, dist.PrefixStore("lab", store))
         # 2. and 3. Meet, and connect to rank 0.
         share_cores(meeting.meet(deadline, timeout, gpu) if world_size > 1 else 1)
         choose_vector_math()

@@ -32,7 +32,8 @@ def start(
     """Read the command line, join the other ranks, call `main(cluster, arguments)`, and leave together.
 
     `read(words, cluster)` reads the command line after the ranks have met. With `in_a_child` torchrun does
-    not notice if the rank is killed (lab/launch/launcher.py).
+    not notice if the rank is killed, and `args.come_back` may say that it is started again
+    (lab/launch/launcher.py).
     """
     words = sys.argv[1:]
     if print_help_if_asked(words, arguments, f"python {sys.argv[0]}"):
@@ -45,7 +46,7 @@ def start(
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     if in_a_child:
-        run_in_a_child()
+        run_in_a_child(getattr(args, "come_back", None))
     with joined() as cluster:
         main(cluster, read(words, cluster) if read else args)  # type: ignore[arg-type]
 

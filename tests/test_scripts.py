@@ -29,6 +29,7 @@ OTHERS = (
     "comm",
     "point_to_point",
     "train",
+    "diloco_elastic",
     "hybrid_elastic",
     "hybrid_elastic_mesh",
 )  # have tests of their own

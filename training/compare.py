@@ -29,7 +29,7 @@ from lab.what_changed import SHORT
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURES = Path("traces")
-NO_TIMELINE = {"comm", "point_to_point", "train", "hybrid_elastic"}
+NO_TIMELINE = {"comm", "point_to_point", "train", "diloco_elastic", "hybrid_elastic"}
 Figures = dict[str, Any]
 Runs = dict[str, tuple[Figures, list[Event]]]
 

@@ -37,6 +37,7 @@ NEXT = {
     "context_all_to_all": "RUN_MODE=context_ring works with more ranks than heads.",
     "expert_parallel": "ARGS='--balance bias' balances the experts without a loss.",
     "local_sgd": "RUN_MODE=diloco gives the ranks' mean change to an outer optimizer.",
+    "diloco_elastic": "RUN_MODE=hybrid_elastic synchronises in each step, so the others have to repeat one.",
     "diloco": "ARGS='--fragments 4 --delay 2' sends a part at a time, while the training goes on.",
     "data_parallel_compressed": "MODES='buckets data_parallel_compressed' ARGS='--link 200mbit --steps 20' "
     "compares it with gradients that are not compressed, on the same slow link.",
@@ -263,6 +264,15 @@ def _where_time_goes(f: Figures) -> str | None:
     )
 
 
+def _present(f: Figures) -> str | None:
+    if "joins" not in f:
+        return None
+    return (
+        f"{len(f['survivors'])} ranks were there at the end, and {f['joins']} had come back meanwhile; a "
+        "synchronisation takes the mean over those who are there."
+    )
+
+
 def _alone(f: Figures) -> str | None:
     if (steps := f.get("sync_every", 1)) == 1:
         return None
@@ -299,5 +309,15 @@ def _unseen(f: Figures) -> str | None:
     return "Only a simulated link shows what is hidden: add ARGS='--link 1gbit'." if is_unseen else None
 
 
-MEANINGS = (_drifted, _alone, _idle, _busiest_axis, _compressed, _between_machines, _where_time_goes, _unseen)
+MEANINGS = (
+    _drifted,
+    _present,
+    _alone,
+    _idle,
+    _busiest_axis,
+    _compressed,
+    _between_machines,
+    _where_time_goes,
+    _unseen,
+)
 """What a run means: the first of these that has something to say."""

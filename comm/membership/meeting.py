@@ -54,13 +54,25 @@ class Meeting:
         except OSError as error:
             raise self.give_up(f"Rank {self.rank} cannot connect to rank 0 ({error}).") from error
         self._wait_for(range(self.world_size), "rank", deadline, late)
-        present = [json.loads(self.store.get(f"rank/{peer}")) for peer in range(self.world_size)]
+        present = self._present()
         self._validate(present)
         # Wait until all have seen all names. If one fails before that, the others still learn the reason.
         self.wait_for_all("seen", deadline)
         if self.rank == 0:
             self._say(f"all {self.world_size} ranks have met")
         return [entry["cores"] for entry in present].count(me["cores"])
+
+    def comes_back(self) -> int:
+        """Return 0, or if the others train on without this rank, which had died, how many share its cores.
+
+        Such a rank cannot form a group with them; they form one with it later (survivors.py).
+        """
+        if not self.store.check([f"lab/comes back/{self.rank}"]):
+            return 0
+        return [entry["cores"] for entry in self._present()].count(cores_id())
+
+    def _present(self) -> list[dict[str, Any]]:
+        return [json.loads(self.store.get(f"rank/{peer}")) for peer in range(self.world_size)]
 
     def wait_for_all(self, stage: str, deadline: float) -> None:
         """Note that this rank has reached a stage, and wait until all ranks have."""

@@ -28,29 +28,37 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from comm.errors import CommError
 from comm.exchange import exchange
 from comm.membership import liveness
 from comm.membership.store import within
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
+from lab.launch.errors import Complete, WorkbookError
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import open_sockets, open_store, own_address, shut_down_connections
+from lab.units import MAX_SECONDS
 
 _NAP = 0.002  # seconds between two looks at the stores
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets
+_ASKING = 0.05  # seconds after which a rank that comes back asks again
+
+Address = list[Any]  # host and port
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
 class ElasticOptions:
-    """Holds the options of both elastic trainings: who dies, and how long the others wait."""
+    """Holds the options of elastic trainings: who dies, and how long the others wait."""
 
     kill: tuple[str, ...] = ()
     """RANK@STEP: the rank kills itself with SIGKILL just before it takes the step. Give several, such as
@@ -84,23 +92,57 @@ class Deaths:
 class Survivors:
     """Holds the ranks that train: `cluster` describes this rank in their group, and `names` has all of them.
 
-    A rank's name is its rank at the start, and stays the same.
+    A rank's name is its rank at the start, and stays the same. With `takes_back` a process that has the name
+    of a dead rank can join: there this constructor waits until the others have let it in. `joins` says how
+    often that has happened.
     """
 
-    def __init__(self, cluster: Cluster, patience: float) -> None:
+    def __init__(self, cluster: Cluster, patience: float, takes_back: bool = False) -> None:
+        if not 0 < patience <= MAX_SECONDS / 7:
+            raise WorkbookError(f"--patience {patience:g}: it is a number of seconds above 0, at most a day.")
         self.cluster, self.name, self.patience = cluster, cluster.rank, patience
-        self.names = list(range(cluster.world_size))
+        self.names: list[int] = []
+        self.joins = 0
+        self._addresses: list[Address] = []  # by name
+        self._rounds: list[int] = []  # by name: the agreements that this rank has decided
         self._store = open_store(own_address(), 0, timedelta(seconds=patience))
-        self._addresses: list[tuple[str, int]] = [
-            tuple(a) for a in exchange((own_address(), self._store.port))
-        ]
-        self._rounds = dict.fromkeys(self.names, 0)  # by decider: the agreements that this rank took part in
+        self._own_address: Address = [own_address(), self._store.port]
+        self._meeting: dist.Store | None = None  # where a rank asks to come back; it may die with its host
         liveness.forget()  # its connections go to rank 0, which may die
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
+        if dist.is_initialized():
+            self._begin(takes_back)
+        else:  # this rank has died and comes back
+            number = cluster.store.get(f"comes back/{self.name}").decode()
+            self._meeting = dist.PrefixStore(f"survivors/{number}", cluster.store)
+            self._sockets = open_sockets()
+            self.regroup()
+
+    def _begin(self, takes_back: bool) -> None:
+        store, size = self.cluster.store, self.cluster.world_size
+        self.names, self._addresses = list(range(size)), exchange(self._own_address)
+        self._rounds = [0] * size
         # The group of the rendezvous has another timeout. So form it again, with `patience`.
         dist.destroy_process_group()
-        number = cluster.store.add(f"survivors/{cluster.rank}", 1)  # of such trainings with this store
-        self._form(cluster.store, f"begin/{number}")
+        number = store.add(f"survivors/{self.name}", 1)  # of such trainings with this store
+        if takes_back:
+            self._meeting = dist.PrefixStore(f"survivors/{number}", store)
+            store.set(f"comes back/{self.name}", str(number))
+        self._form(store, f"begin/{number}")
+
+    def check(self, may_join: bool) -> None:
+        """Raise CommError if the ranks must regroup: because others do so already, or a rank is to join.
+
+        Call it after each step that a rank takes alone, or the others wait for it. If `may_join`, rank 0 of
+        the group also looks for a rank that asks to come back.
+        """
+        if self._store.check(["call"]):
+            address, number = json.loads(self._store.get("call"))
+            # The agreement may have been made already.
+            if address in self._addresses and number > self._rounds[self._addresses.index(address)]:
+                raise CommError("the other ranks form a new group")
+        if may_join and self.cluster.is_main and self._newcomers():
+            raise CommError("a rank comes back")
 
     def regroup(self) -> None:
         """Form a group of the ranks that are alive. Raise WorkbookError if one of them does not answer.
@@ -108,18 +150,27 @@ class Survivors:
         All survivors must call it. At first a collective fails only on the dead rank's neighbours. They close
         their connections here, so it fails on their neighbours next, and in the end on all ranks.
         """
-        begin, before = time.perf_counter(), self.names
+        before = None
         while True:
             self._leave_group()
-            store, prefix = self._agree()
-            with suppress(RuntimeError):  # if another rank has died meanwhile, agree again
-                self._form(store, prefix)
-                break
+            if self.name not in self.names:
+                self._wait_for_invitation()
+            if before is None:
+                begin, before = time.perf_counter(), self._members()
+            agreed = self._agree()
+            if agreed is not None and self.name in self.names:
+                with suppress(RuntimeError):  # if another rank has died meanwhile, agree again
+                    self._form(*agreed)
+                    break
         if self.cluster.is_main:
-            lost = ", ".join(str(name) for name in before if name not in self.names)
-            took = time.perf_counter() - begin
+            lost, joined = (
+                ", ".join(str(name) for name, *_ in sorted(some))
+                for some in (before - self._members(), self._members() - before)
+            )
+            what = [f"lost rank {lost}"] * bool(lost) + [f"rank {joined} is back"] * bool(joined)
+            rest = f"{len(self.names)} ranks go on" if len(self.names) > 1 else "1 rank goes on"
             print(
-                f"lost rank {lost}; {len(self.names)} ranks go on ({took:.3f} s).",
+                f"{'; '.join(what) or 'a rank was late'}; {rest} ({time.perf_counter() - begin:.3f} s).",
                 file=sys.stderr,
                 flush=True,
             )
@@ -127,66 +178,132 @@ class Survivors:
     def misses_a_rank(self) -> bool:
         """Return whether a rank of the group has died, perhaps just now: its sockets close one by one."""
         deadline = time.monotonic() + _DYING
-        while all(self._is_open(name) for name in self.names):
+        while all(self._is_open(self._addresses[name]) for name in self.names):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_NAP)
         return True
 
-    def _agree(self) -> tuple[dist.Store, str]:
-        """Return the decider's store and a new prefix in it, and set `names`."""
+    def _members(self) -> set[tuple[int, str, int]]:
+        """Return the name and the address of each rank; a rank that has come back has another address."""
+        return {(name, *self._addresses[name]) for name in self.names}
+
+    def _agree(self) -> tuple[dist.Store, str] | None:
+        """Take over the decider's list; return its store and a new prefix in it, or None if all have died."""
         store: dist.Store
         for decider in self.names:
             number = self._rounds[decider] + 1
             try:
-                if decider == self.name:
-                    store, names = self._store, self._decide(number)
-                else:
-                    store, names = self._ask(decider, number)
+                store = self._decide(number) if decider == self.name else self._ask(decider, number)
             except (OSError, RuntimeError) as error:
                 if isinstance(error, WorkbookError):
                     raise
                 continue  # the decider has died: the next rank decides
-            self._rounds[decider], self.names = number, names
             return store, f"{decider}/{number}"
-        raise AssertionError("a rank can always decide alone")
+        return None  # only for a rank that has come back; another one can always decide alone
 
-    def _ask(self, decider: int, number: int) -> tuple[dist.Store, list[int]]:
-        """Return the store of another decider, and its list. Raise OSError or RuntimeError if it dies."""
-        host, port = self._addresses[decider]
+    def _ask(self, decider: int, number: int) -> dist.Store:
+        """Take over another decider's list; return its store. Raise OSError or RuntimeError if it dies."""
+        host, port = address = self._addresses[decider]
 
-        def ask() -> tuple[dist.Store, list[list[int]]]:
+        def ask() -> tuple[dist.Store, list[Any]]:
             store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=self.patience))
+            store.set("call", json.dumps([address, number]))
             store.set(f"{number}/here/{self.name}", "")
-            store.wait([f"{number}/names"], timedelta(seconds=5 * self.patience))
-            return store, json.loads(store.get(f"{number}/names"))
+            store.wait([f"{number}/list"], timedelta(seconds=5 * self.patience))
+            return store, json.loads(store.get(f"{number}/list"))
 
         # If the decider dies now, torch tries to connect for longer than the next one waits for this rank.
-        if not self._is_open(decider):
+        if not self._is_open(address):
             raise ConnectionRefusedError(f"rank {decider} has died")
         try:
-            store, (names, silent) = within(4 * self.patience, ask, lambda: not self._is_open(decider))
+            store, (silent, *found) = within(4 * self.patience, ask, lambda: not self._is_open(address))
         except TimeoutError:
-            if self._is_open(decider):
+            if self._is_open(address):
                 self._refuse([decider])
             raise
         self._refuse(silent)
-        return store, names
+        self.names, self._addresses, self._rounds, self.joins = found
+        return store
 
-    def _decide(self, number: int) -> list[int]:
-        """Return the names of the ranks that go on: this one and those that ask for the list."""
-        missing = {name for name in self.names if name != self.name}
-        deadline = time.monotonic() + self.patience
+    def _decide(self, number: int) -> dist.Store:
+        """List the ranks that go on: this one, those that ask for the list, and those that come back."""
+        newcomers = self._newcomers()
+        for name, address in newcomers.items():
+            self._addresses[name], self._rounds[name] = address, 0
+        others = [name for name in self.names if name != self.name and name not in newcomers]
+        self.names = sorted([self.name, *others])
+        for name in newcomers:
+            self._write(name, "invitation", json.dumps([self.names, self._addresses, self._rounds]))
+        self._at_the_meeting(lambda store: [store.delete_key(f"asks/{name}") for name in newcomers])
+        for name in others:
+            self._write(name, "call", json.dumps([self._own_address, number]))
+        missing, deadline = {*others, *newcomers}, time.monotonic() + self.patience
         while missing and time.monotonic() < deadline:
             missing = {name for name in missing if not self._store.check([f"{number}/here/{name}"])}
-            missing = {name for name in missing if self._is_open(name)}
+            missing = {name for name in missing if self._is_open(self._addresses[name])}
             time.sleep(_NAP)
-        here = [n for n in self.names if n == self.name or self._store.check([f"{number}/here/{n}"])]
-        self._store.set(f"{number}/names", json.dumps([here, sorted(missing)]))
-        if missing:
+        here = [name for name in (*others, *newcomers) if self._store.check([f"{number}/here/{name}"])]
+        silent = sorted(missing - newcomers.keys())  # a newcomer that is silent may ask again
+        self.names, self.joins = sorted([self.name, *here]), self.joins + len(newcomers.keys() & set(here))
+        self._rounds[self.name] = number
+        found = [silent, self.names, self._addresses, self._rounds, self.joins]
+        self._store.set(f"{number}/list", json.dumps(found))
+        if silent:
             time.sleep(_DYING)  # so that the others can read why
-        self._refuse(sorted(missing))
-        return here
+        self._refuse(silent)
+        return self._store
+
+    def _newcomers(self) -> dict[int, Address]:
+        """Return the addresses of the processes that ask to join, by the names that they will have."""
+
+        def look(store: dist.Store) -> dict[int, Address]:
+            others = [name for name in range(len(self._addresses)) if name != self.name]
+            asked = [name for name in others if store.check([f"asks/{name}"])]
+            return {name: json.loads(store.get(f"asks/{name}")) for name in asked}
+
+        return {
+            name: address
+            for name, address in (self._at_the_meeting(look) or {}).items()
+            if (name not in self.names or address != self._addresses[name]) and self._is_open(address)
+        }
+
+    def _wait_for_invitation(self) -> None:
+        """Ask to join until a decider calls this rank. Raise Complete if there is no training any more."""
+        assert self._meeting is not None
+        try:
+            while not self._store.check(["invitation"]):
+                self._meeting.set(f"asks/{self.name}", json.dumps(self._own_address))
+                if not any(map(self._is_open, json.loads(self._meeting.get("members")))):
+                    raise RuntimeError("no rank is left")
+                time.sleep(_ASKING)
+        except RuntimeError as error:
+            raise Complete(
+                "this rank has come back too late: the others have ended, or the store in which it "
+                "asks to join has died with rank 0."
+            ) from error
+        self.names, self._addresses, self._rounds = json.loads(self._store.get("invitation"))
+        self._store.delete_key("invitation")
+
+    def _write(self, name: int, key: str, value: str) -> None:
+        """Write into another rank's store. A thread does it, because that rank may hang or die."""
+        address, patience = self._addresses[name], timedelta(seconds=self.patience)
+
+        def write() -> None:
+            with suppress(RuntimeError):
+                if self._is_open(address):  # else torch tries to connect again and again
+                    dist.TCPStore(*address, None, is_master=False, timeout=patience).set(key, value)
+
+        threading.Thread(target=write, daemon=True).start()
+
+    def _at_the_meeting(self, action: Callable[[dist.Store], T]) -> T | None:
+        """Return what the action does with the store of the rendezvous, or None if that has died."""
+        if (store := self._meeting) is not None:
+            try:
+                return within(self.patience, lambda: action(store))
+            except (RuntimeError, TimeoutError):
+                self._meeting = None
+        return None
 
     def _refuse(self, silent: list[int]) -> None:
         if silent:
@@ -195,10 +312,10 @@ class Survivors:
                 "exists; it is stuck or paused, so end it and start again."
             )
 
-    def _is_open(self, name: int) -> bool:
+    def _is_open(self, address: Address) -> bool:
         """Return whether a rank's store is open. If a connection times out, the rank may hang: True, too."""
         try:
-            socket.create_connection(self._addresses[name], timeout=self.patience).close()
+            socket.create_connection(tuple(address), timeout=self.patience).close()
         except TimeoutError:
             return True
         except OSError:
@@ -224,3 +341,6 @@ class Survivors:
         keep_from_preempting()
         own = dist.PrefixStore(f"lab/{prefix}", store)
         self.cluster = Cluster(rank, size, self.cluster.local_rank, self.cluster.device, own)
+        if self.cluster.is_main:
+            members = json.dumps([self._addresses[name] for name in self.names])
+            self._at_the_meeting(lambda store: store.set("members", members))

@@ -23,22 +23,28 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def run_in_a_child() -> None:
+def run_in_a_child(come_back: float | None = None) -> None:
     """Under torchrun, start this script again as a child process, and end as it ends; return in the child.
 
-    If SIGKILL ends the child, this process ends well: torchrun ends all ranks as soon as a process fails.
+    If SIGKILL ends the child, this process ends well: torchrun ends all ranks as soon as a process fails. Or
+    with `come_back` it starts another child after so many seconds.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _CHILD in os.environ:
         return
-    launcher = os.environ.get(PID) or str(os.getppid())
-    child = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {_CHILD: "1", PID: launcher})
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda number, frame: child.send_signal(number))
-    code = child.wait()
-    if code == -signal.SIGKILL:
+    launcher, stops = os.environ.get(PID) or str(os.getppid()), (signal.SIGTERM, signal.SIGINT)
+    while True:
+        child = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {_CHILD: "1", PID: launcher})
+        for signum in stops:
+            signal.signal(signum, lambda number, frame: child.send_signal(number))
+        code = child.wait()
+        if code != -signal.SIGKILL:
+            sys.exit(code if code >= 0 else 128 - code)
         print(f"rank {os.environ['RANK']} was killed.", file=sys.stderr, flush=True)
-        sys.exit(0)
-    sys.exit(code if code >= 0 else 128 - code)
+        if come_back is None:
+            sys.exit(0)
+        for signum in stops:
+            signal.signal(signum, signal.SIG_DFL)
+        time.sleep(come_back)
 
 
 def end_with_launcher(rank: int) -> None:

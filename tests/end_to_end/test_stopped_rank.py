@@ -20,6 +20,7 @@ OP_TIMEOUT = 2.0
 LONG = {"comm": ["--mb", "1", "--repeats", "1000"], "point_to_point": []}
 LONG |= {"train": ["--steps", "100000"]}
 LONG |= {mode: ["--steps", "100000", "--patience", "1"] for mode in ("hybrid_elastic", "hybrid_elastic_mesh")}
+LONG |= {"diloco_elastic": ["--steps", "100000", "--patience", "1", "--sync-every", "2"]}
 # These notice it only when they synchronise.
 LONG |= {mode: ["--steps", "100000", "--sync-every", "2"] for mode in ("local_sgd", "diloco")}
 SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank 1 has not answered within"
