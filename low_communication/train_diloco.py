@@ -270,7 +270,7 @@ class DiLoCoArgs(LocalArgs):
     wire_dtype: Literal["float32", "bf16", "int8"] = "float32"
     """Type of the numbers that are sent."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer. 1, without momentum, is local SGD."""
+    """Learning rate of the outer optimizer, a number: 1, without momentum, is local SGD."""
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 
