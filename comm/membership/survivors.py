@@ -287,12 +287,13 @@ class Survivors:
 
     def _write(self, name: int, key: str, value: str) -> None:
         """Write into another rank's store. A thread does it, because that rank may hang or die."""
-        address, patience = self._addresses[name], timedelta(seconds=self.patience)
+        host, port = address = self._addresses[name]
+        patience = timedelta(seconds=self.patience)
 
         def write() -> None:
             with suppress(RuntimeError):
                 if self._is_open(address):  # else torch tries to connect again and again
-                    dist.TCPStore(*address, None, is_master=False, timeout=patience).set(key, value)
+                    dist.TCPStore(host, port, None, is_master=False, timeout=patience).set(key, value)
 
         threading.Thread(target=write, daemon=True).start()
 
