@@ -42,7 +42,7 @@ def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_fo
                 compressor = compress(SHAPES, None, "ring", dtype)
                 for step in range(3):
                     flat = values(3 * step + cluster.rank, dtype)
-                    own = flat.double()
+                    own = flat.to(torch.float64, copy=True)
                     before = LEDGER.total()
                     sent = compressor.mean(flat)
                     assert LEDGER.total() - before == compressor.traffic(), what
