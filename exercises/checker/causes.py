@@ -182,6 +182,10 @@ def unsent(e: Evidence) -> object:
     return re.search("remain|not sent", e.test) and later_step(e)
 
 
+def synchronisation(e: Evidence) -> object:
+    return e.first and re.search(r"\bH \d", e.first.what) and later_step(e)
+
+
 def shard_boundary(e: Evidence) -> object:
     """Return where a value begins to be wrong, if all before is right and all after it wrong."""
     for one in e.compared.values():
@@ -375,6 +379,11 @@ TABLE: tuple[Row, ...] = (
         unsent,
         "{0}: look at what a step leaves for the next one. Is what a rank has not sent kept on that rank, "
         "and added to its next gradient once?",
+    ),
+    (
+        synchronisation,
+        "{0}, and until they synchronise, ranks train alone. Look at what happens there: the sign, each "
+        "factor, what an earlier round has left, and what is written into the parameters.",
     ),
     (
         later_step,

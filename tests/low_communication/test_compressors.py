@@ -67,9 +67,10 @@ def test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block():
         for block in range(0, NUMEL, BLOCK):
             part = slice(block, block + BLOCK)
             for exact, rounded in ((own[part], sent[part]), (mean[part], flat[part])):
-                half = exact.abs().max() / 127 / 2
-                assert (rounded - exact).abs().max() <= 1.001 * half  # 1.001: of float32
-        assert not compressor.mean(torch.zeros(NUMEL)).any()
+                scale, off = exact.abs().max() / 127, (rounded - exact).abs().max()
+                what = f"of {BLOCK} numbers from {block}, one is rounded by {off / scale:.2f} of their scale"
+                assert off <= 1.001 * scale / 2, f"{what}, and not at most 0.5"  # 1.001: of float32
+        assert not compressor.mean(torch.zeros(NUMEL)).any(), "zeros do not stay zeros"
 
     for world_size in (1, 2, 3):
         run_ranks(compare, world_size)
