@@ -281,6 +281,7 @@ times.compare((2 * E * 8 * d**2) / (4 * t * k * d))
 # - Shazeer et al., "Outrageously Large Neural Networks", 2017, [arXiv:1701.06538](https://arxiv.org/abs/1701.06538)
 # - Fedus, Zoph and Shazeer, "Switch Transformers", 2021, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961): the balancing term
 # - DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, [arXiv:2412.19437](https://arxiv.org/abs/2412.19437): the bias
+# - Next: [13 Sending less](13_sending_less.ipynb)
 
 # %%
 # %ranks stop

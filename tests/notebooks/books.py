@@ -25,8 +25,9 @@ _VARIES = (
         ),
         "TIME",
     ),
+    (re.compile(_NUMBER + r" nats"), "LOSS"),  # after hundreds of steps a processor's rounding shows
     (re.compile(_NUMBER + r" times as (long|fast)\b"), "TIMES"),
-    (re.compile(rf"(TIMES?) +({_VERDICT})"), r"\1"),
+    (re.compile(rf"(TIMES?|LOSS) +({_VERDICT})"), r"\1"),
     (re.compile(r"/[\w./-]+/"), "PATH/"),
     (re.compile(r"process \d+ on [\w.-]+"), "PROCESS"),
     (re.compile(r"(MASTER_PORT=|127\.0\.0\.1:)\d+"), r"\1PORT"),

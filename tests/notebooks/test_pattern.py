@@ -121,7 +121,7 @@ def test_it_links_to_lesson_files_that_exist(book):
     links = re.findall(r"\]\(((?:\.\./)?[\w./]+?)(?:#[\w-]+)?\)", prose_of(cells_of(book)))
     assert not [link for link in links if not (book.parent / link).exists()]
     parallel = "data|tensor|pipeline|hybrid|context|expert"
-    lessons = rf"\.\./(lab|comm|zero|({parallel})_parallel)/.+\.(py|md)"
+    lessons = rf"\.\./(lab|comm|zero|low_communication|({parallel})_parallel)/.+\.(py|md)"
     assert any(re.fullmatch(lessons, link) for link in links)
 
 
