@@ -135,7 +135,7 @@ PLANS = (
             ("Messages", "00 01 02 03"),
             ("Data parallel", "04 05"),
             ("Shards", "06 07"),
-            ("Pipelines, and all together", "08 09 10 11 12"),
+            ("Pipelines, and all together", "08 09 10 11 12 13"),
         ),
     ),
     Plan(
@@ -150,7 +150,7 @@ PLANS = (
             ("Tensor parallel", "07"),
             ("Pipelines", "08"),
             ("All together, and when it breaks", "09 10"),
-            ("Long sequences and many experts", "11 12"),
+            ("Sequences, experts, sending less", "11 12 13"),
         ),
     ),
     Plan(
@@ -159,8 +159,7 @@ PLANS = (
         "students also read the papers that the lesson's files name.",
         24 * 7,
         (
-            ("Set-up", "00"),
-            ("Ranks and messages", "01"),
+            ("Set-up, ranks and messages", "00 01"),
             ("Collectives", "02"),
             ("Cost", "03"),
             ("Replicas", "04"),
@@ -173,6 +172,7 @@ PLANS = (
             ("All together, and when it breaks", "09 10"),
             ("Long sequences", "11"),
             ("Many experts", "12"),
+            ("Sending less", "13"),
         ),
     ),
 )

@@ -1,5 +1,274 @@
-"""Exercises of lesson 8: sending less."""
+"""Exercises of lesson 8: sending less often, fewer bits, and less far."""
 
 from exercises.catalog.exercise import Exercise
 
-EXERCISES: tuple[Exercise, ...] = ()
+LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
+DILOCO = "tests/low_communication/test_diloco.py::"
+COMPRESSORS = "tests/low_communication/test_compressors.py::"
+BEHAVIOUR = "tests/low_communication/test_behaviour.py::"
+HSDP = "tests/low_communication/test_hsdp.py::"
+OF_WHAT_WAS_SENT = (
+    COMPRESSORS + "test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas"
+)
+
+EXERCISES = (
+    Exercise(
+        name="local_sgd_average",
+        title="The average of replicas",
+        notebook="13_sending_less",
+        target="low_communication.train_local_sgd.LocalSGD.average",
+        tests=(
+            LOCAL_SGD + "test_ranks_average_within_their_group",
+            LOCAL_SGD + "test_with_h_1_sgd_equals_data_parallel_bit_for_bit",
+            LOCAL_SGD + "test_it_sends_a_rings_bytes_once_in_h_steps",
+            LOCAL_SGD + "test_frozen_unused_and_permuted_parameters_equal_workers_in_one_process",
+            LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
+        ),
+        difficulty=1,
+        minutes=15,
+        doc="""
+            Replace each tensor that is to be averaged by its mean over the ranks, and begin a new round.
+
+            All ranks call it at the same time. The tensors travel together: a step should not pay the latency
+            of a message for each of them.
+        """,
+        helps=(
+            "self.averaged(optimizer) -> list[Tensor]\n    The tensors to average: parameters, and what the "
+            "user wants of the optimizer's state.",
+            "self.steps: int\n    The steps since the last average.",
+            "self.group: Group, self.pattern: str | None\n    They are passed on to all_reduce.",
+        ),
+        hints=(
+            "The ranks must hold equal parameters after an average. What else belongs to one rank, and stays "
+            "as it is unless self.averaged returns it?",
+            "Join all tensors into one flat tensor, and average that with one all_reduce. Afterwards each "
+            "tensor takes back its part. The tensors are the parameters themselves, so write into them.",
+            "torch.cat([tensor.flatten() for tensor in tensors]) joins, flat.split([numbers of elements]) "
+            "divides, and tensor.copy_(part.view_as(tensor)) writes. Parameters change without autograd: "
+            "torch.no_grad(). In the end self.steps = 0.",
+        ),
+    ),
+    Exercise(
+        name="outer_step",
+        title="A change of parameters as a gradient",
+        notebook="13_sending_less",
+        target="low_communication.train_diloco.DiLoCo._receive",
+        tests=(
+            DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
+            DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+            DILOCO + "test_an_outer_rate_of_1_without_momentum_is_local_sgd",
+            DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
+        ),
+        difficulty=3,
+        minutes=25,
+        needs=("local_sgd_average",),
+        doc="""
+            Wait for the mean change, move the anchor by an outer step, and let the parameters follow.
+
+            A rank's change is anchor - parameters, when it sent them. The outer optimizer takes the mean
+            change for a gradient: it is SGD with Nesterov momentum, as in torch.optim.SGD. The parameters
+            move by as much as the new anchor is off those that this rank sent, so that it keeps what it has
+            learned since then. If it has sent them in this step, all ranks have the same parameters now:
+            make them bitwise equal, and let the fragment note the step. Afterwards nothing is on its way.
+        """,
+        helps=(
+            "fragment.on_its_way: tuple[int, Tensor, Tensor, Future] | None\n    The step in which the "
+            "fragment was sent, the parameters then, this rank's change, and a future.\n    After its "
+            "result() the change is the mean over the ranks.",
+            "fragment.anchor: Tensor, fragment.momentum: Tensor\n    Flat: where the last outer step led, "
+            "and the outer optimizer's momentum.",
+            "fragment.flat() -> Tensor, fragment.set(flat)\n    A flat copy of the parameters as they are "
+            "now; give them other values.",
+            "fragment.equal_in: int\n    The last step after which all ranks had the same parameters.",
+            "self.outer_lr: float, self.outer_momentum: float, self.steps: int\n    `steps` is the number of "
+            "this step.",
+        ),
+        hints=(
+            "Two ranks began at an anchor of 5, and sent 4 and 3. What is the mean change, and in which "
+            "direction must the anchor go? With outer_lr 1 and no momentum, what should it become?",
+            "Nesterov: momentum = mu * momentum + change, and then anchor -= lr * (change + mu * momentum), "
+            "with the new momentum. Change the two tensors of the fragment in place.",
+            "Unpack on_its_way, set it to None, and call result() of the future. After the outer step: if it "
+            "was sent in self.steps, fragment.set(fragment.anchor) and fragment.equal_in = self.steps; else "
+            "fragment.set(fragment.flat() + (fragment.anchor - the parameters then)).",
+        ),
+    ),
+    Exercise(
+        name="int8_scale",
+        title="255 levels and a scale",
+        notebook="13_sending_less",
+        target="low_communication.compressors.pack",
+        also=("low_communication.compressors.unpack",),
+        tests=(
+            COMPRESSORS + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
+            OF_WHAT_WAS_SENT,
+        ),
+        difficulty=2,
+        minutes=20,
+        doc="""
+            Return rows of 1,028 bytes (uint8) for rows of 1,024 float32 numbers.
+
+            A row begins with a level for each number, in int8 from -127 to 127, and ends with the scale of
+            these numbers, in float32. A level times the scale is about the number: the scale is as small as
+            the levels allow, and each level is the nearest one. A row of zeros becomes zeros.
+        """,
+        docs={"unpack": "Return the numbers of packed rows: float32, 1,024 in a row."},
+        hints=(
+            "The largest number of a row, in size, needs the level 127 or -127. What does that say of the "
+            "scale? What becomes of 0 / 0?",
+            "blocks.abs().amax(1, keepdim=True) / 127 has a scale for each row. Divide by 1 where it is 0. "
+            "round() before to(torch.int8), which cuts off what is behind the point.",
+            "tensor.view(torch.uint8) shows the same bytes, four for each float32 number, so "
+            "torch.cat([levels.view(torch.uint8), scales.view(torch.uint8)], dim=1) makes the rows. Back: "
+            "rows[:, :BLOCK].view(torch.int8), and for the scales rows[:, BLOCK:].clone().view("
+            "torch.float32), which needs bytes of its own.",
+        ),
+    ),
+    Exercise(
+        name="powersgd_passes",
+        title="Two thin matrices",
+        notebook="13_sending_less",
+        target="low_communication.compressors.PowerSGD.mean",
+        tests=(
+            COMPRESSORS + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
+            OF_WHAT_WAS_SENT,
+            COMPRESSORS + "test_powersgd_equals_pytorchs_hook_from_the_same_state",
+        ),
+        difficulty=4,
+        minutes=45,
+        doc="""
+            Replace `flat`, a bucket of gradients, by about its mean over the ranks; return what this rank has
+            contributed.
+
+            Each matrix M, of n x m, becomes P Q^T. P (n x r) has orthonormal columns, which span those of the
+            mean of M times the last step's Q. The new Q (m x r) is the mean of M^T P. Only such thin
+            matrices travel, and what has no Q, which is averaged as it is: two messages in all. A step
+            whose gradients are zeros must not spoil the next one.
+
+            The mean of what the ranks have contributed is the result. Compute in self.dtype; what you return
+            has the dtype of `flat`.
+        """,
+        helps=(
+            "self.qs: dict[int, Tensor]\n    The Q of each matrix that has one, by the tensor's number in "
+            "the bucket. Keep the new ones there.",
+            "self._matrices(flat) -> list[Tensor]\n    A view of each tensor in the bucket, as a matrix.",
+            "self._average(tensors: list[Tensor])\n    Replace tensors by their means over the ranks, all in "
+            "one message.",
+            "self.dtype: torch.dtype",
+        ),
+        hints=(
+            "The mean of M Q over ranks is (mean of M) Q, so thin matrices are averaged in place of full "
+            "ones. All ranks have one P, and Q is linear in M: which Q, if you use it in P Q^T, gives this "
+            "rank's contribution? And if a Q is zeros, what does orthonormal(Q) have?",
+            "Take a copy of the bucket for what this rank has contributed, and views of both with "
+            "self._matrices. For i, q in self.qs.items(), P is matrices[i] @ orthonormal(q.to(bucket)). "
+            "Average all P and the matrices without a Q at once, then make each P orthonormal.",
+            "Q is matrices[i].T @ P. Before these are averaged, write P @ Q.T into the copy's view; after "
+            "it, into the bucket's: view.copy_(...). Keep the averaged Q in self.qs. In the end "
+            "flat.copy_(bucket), and return the copy in flat's dtype.",
+        ),
+    ),
+    Exercise(
+        name="error_feedback",
+        title="Compressed gradients with error feedback, from nothing",
+        notebook="13_sending_less",
+        target="low_communication.train_compressed.CompressedDataParallel",
+        tests=(
+            BEHAVIOUR + "test_what_a_step_has_not_sent_is_sent_later",
+            BEHAVIOUR + "test_microbatches_add_up_before_they_are_compressed",
+            BEHAVIOUR + "test_a_step_sends_few_bytes_and_no_sync_none",
+            BEHAVIOUR + "test_compressed_gradients_are_averaged_over_the_ranks_of_their_group_only",
+            BEHAVIOUR + "test_without_compression_odd_models_have_the_gradients_of_one_process",
+        ),
+        difficulty=3,
+        minutes=50,
+        needs=("open_naive",),
+        helps=(
+            "COMPRESSORS[compress](shapes, group, **options) -> Compressor\n    A compressor of a flat "
+            "tensor that holds tensors of these shapes, one after another.\n    It may have a state, for the "
+            "next step.",
+            "compressor.mean(flat) -> Tensor\n    Replace the flat tensor by about its mean over the ranks, "
+            "the same on all;\n    return what this rank has contributed to that mean.",
+        ),
+        stub='''
+            import torch
+            from torch import nn
+
+            from comm.collectives import broadcast
+            from low_communication.compressors import COMPRESSORS
+
+
+            class CompressedDataParallel(nn.Module):
+                """Does what NaiveDataParallel does, but sends compressed gradients.
+
+                All ranks of `group` begin with the parameters and buffers of its first rank.
+                `finish_gradient_sync()`, after the last backward of a step, gives each parameter about the
+                mean over the ranks of `group`; a parameter that this rank has not used counts as zero, and
+                frozen ones have no gradient. Backwards before the last one run inside
+                `with model.no_sync()`, which sends nothing, and their gradients add up.
+
+                What a rank has not sent in a step is not lost:
+
+                    sent + what remains = gradient + what remained before
+
+                `compress` names a compressor, with its `options`. Whether gradients share flat tensors, and
+                when they are sent, is up to you.
+                """
+
+                def __init__(self, module, compress="int8", group=None, **options):
+                    raise NotImplementedError
+
+                def forward(self, *inputs, **named_inputs):
+                    raise NotImplementedError
+
+                def no_sync(self):
+                    raise NotImplementedError
+
+                def finish_gradient_sync(self):
+                    raise NotImplementedError
+        ''',
+        hints=(
+            "Each rank leaves something else unsent. Which tensor must a rank therefore keep until the next "
+            "step, of which size, and which of the two may it subtract: what it has contributed, or the "
+            "mean?",
+            "mean(flat) overwrites its argument, so copy first what goes in: the gradient, summed over all "
+            "microbatches, plus what remained. What remains now is this copy minus what mean() returns.",
+            "Make a compressor for each trained parameter, or one for all, in __init__, and keep it: all "
+            "ranks must call mean in the same order, also for parameters that a rank has not used. Write "
+            "the result into parameter.grad in the parameter's shape.",
+        ),
+    ),
+    Exercise(
+        name="hsdp_groups",
+        title="Who shards with whom",
+        notebook="13_sending_less",
+        target="low_communication.train_hsdp.groups_of",
+        tests=(
+            HSDP + "test_parameters_and_their_gathers_stay_on_a_machine",
+            HSDP + "test_gradients_equal_those_of_fsdp2_on_a_mesh_of_two_dimensions",
+        ),
+        difficulty=2,
+        minutes=25,
+        doc="""
+            Return two groups of this rank: the ranks of its machine, and those that have the same shard.
+
+            The first group has the axis "shards" and the second "replicas". The first rank of each machine
+            has the first shard, and so on. `shard_size` neighbouring ranks stand for a machine. If it is
+            None, ranks with the same own_host() are on one machine; if all are on one, each half of an even
+            number of ranks stands for a machine. All ranks call it, with the same `shard_size`.
+
+            The lesson's own function also raises WorkbookError if the machines have different numbers of
+            ranks. You may leave that out.
+        """,
+        helps=("cluster.world_size: int, cluster.device: torch.device",),
+        hints=(
+            "A rank knows its own host and no other. How do all ranks come to the same list of machines, "
+            "each a list of ranks? Does own_group need the groups of this rank only, or of all?",
+            "all_gather(hosts, own), with an int64 tensor of world_size numbers and one of this rank's "
+            "number, tells all ranks all hosts. ranks_by_host(hosts.tolist()) makes lists of ranks. With a "
+            "shard_size the lists are range(first, first + shard_size).",
+            "If machine 0 is [0, 2] and machine 1 is [1, 3], ranks 0 and 1 have the same shard, and so have "
+            "2 and 3: zip(*machines). own_group(all machines, 'shards') returns this rank's own group.",
+        ),
+    ),
+)
