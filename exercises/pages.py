@@ -130,7 +130,7 @@ PLANS = (
     Plan(
         "Four weeks",
         "An intensive course, with at most {hours} hours a week at home.",
-        10,
+        11,
         (
             ("Messages", "00 01 02 03"),
             ("Data parallel", "04 05"),
@@ -149,8 +149,8 @@ PLANS = (
             ("ZeRO", "06"),
             ("Tensor parallel", "07"),
             ("Pipelines", "08"),
-            ("All together, and when it breaks", "09 10"),
-            ("Sequences, experts, sending less", "11 12 13"),
+            ("All together, failures, long sequences", "09 10 11"),
+            ("Many experts, sending less", "12 13"),
         ),
     ),
     Plan(
