@@ -141,7 +141,7 @@ PLANS = (
     Plan(
         "Eight weeks",
         "A course of one lecture and one session a week, with at most {hours} hours at home.",
-        5,
+        6,
         (
             ("Ranks", "00 01"),
             ("Collectives and their cost", "02 03"),
