@@ -2,6 +2,7 @@
 
 from exercises.catalog.exercise import Exercise
 
+NARRATED = "tests/low_communication/test_narrated.py::"
 LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
 DILOCO = "tests/low_communication/test_diloco.py::"
 COMPRESSORS = "tests/low_communication/test_compressors.py::"
@@ -18,8 +19,8 @@ EXERCISES = (
         notebook="13_sending_less",
         target="low_communication.train_local_sgd.LocalSGD.average",
         tests=(
+            NARRATED + "test_averaging_parameters_is_averaging_gradients_for_one_step_only",
             LOCAL_SGD + "test_ranks_average_within_their_group",
-            LOCAL_SGD + "test_with_h_1_sgd_equals_data_parallel_bit_for_bit",
             LOCAL_SGD + "test_it_sends_a_rings_bytes_once_in_h_steps",
             LOCAL_SGD + "test_frozen_unused_and_permuted_parameters_equal_workers_in_one_process",
             LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
@@ -54,9 +55,9 @@ EXERCISES = (
         notebook="13_sending_less",
         target="low_communication.train_diloco.DiLoCo._receive",
         tests=(
+            NARRATED + "test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient",
             DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
             DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
-            DILOCO + "test_an_outer_rate_of_1_without_momentum_is_local_sgd",
             DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
         ),
         difficulty=3,
@@ -137,7 +138,7 @@ EXERCISES = (
         difficulty=4,
         minutes=45,
         doc="""
-            Replace `flat`, a bucket of gradients, by about its mean over the ranks; return what this rank has
+            Replace `flat`, a bucket of gradients, by an approximation of its mean; return what this rank has
             contributed.
 
             Each matrix M, of n x m, becomes P Q^T. P (n x r) has orthonormal columns, which span those of the
@@ -187,7 +188,7 @@ EXERCISES = (
             "COMPRESSORS[compress](shapes, group, **options) -> Compressor\n    A compressor of a flat "
             "tensor that holds tensors of these shapes, one after another.\n    It may have a state, for the "
             "next step.",
-            "compressor.mean(flat) -> Tensor\n    Replace the flat tensor by about its mean over the ranks, "
+            "compressor.mean(flat) -> Tensor\n    Replace the flat tensor by an approximation of its mean, "
             "the same on all;\n    return what this rank has contributed to that mean.",
         ),
         stub='''
@@ -244,8 +245,8 @@ EXERCISES = (
         notebook="13_sending_less",
         target="low_communication.train_hsdp.groups_of",
         tests=(
+            NARRATED + "test_hsdp_keeps_parameters_within_a_machine_and_averages_gradients_over_all",
             HSDP + "test_parameters_and_their_gathers_stay_on_a_machine",
-            HSDP + "test_gradients_equal_those_of_fsdp2_on_a_mesh_of_two_dimensions",
         ),
         difficulty=2,
         minutes=25,
