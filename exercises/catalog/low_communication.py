@@ -58,6 +58,7 @@ EXERCISES = (
             NARRATED + "test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient",
             DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
             DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+            DILOCO + "test_it_sends_the_bytes_of_each_fragment_once_in_h_steps",
             DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
         ),
         difficulty=3,
