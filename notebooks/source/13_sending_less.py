@@ -22,8 +22,8 @@
 # Therefore the question at the end is not how long a step takes, but how long it takes to reach a loss.
 #
 # You need about 40 minutes. The lesson beside this notebook is [low_communication](../low_communication/README.md). You need
-# to know `%%ranks` and `predict` from [notebook 02](02_collectives.ipynb), and buckets from [notebook
-# 05](05_overlap_and_buckets.ipynb): flat tensors in which several gradients travel together.
+# to know `%%ranks` and `predict` from [notebook 02](02_collectives.ipynb), and buckets from
+# [notebook 05](05_overlap_and_buckets.ipynb): flat tensors in which several gradients travel together.
 
 # %%
 try:
@@ -80,10 +80,10 @@ class Sleeper(torch.nn.Module):
 
 
 def milliseconds(link, compress):
-    """Return the time of the fastest of six steps on a link."""
+    """Return the time of the fastest of twelve steps on a link."""
     model, found = CompressedDataParallel(Sleeper(), compress), []
     with slow_link.slowed(slow_link.parse(link)):
-        for _ in range(6):
+        for _ in range(12):
             model.zero_grad()
             dist.barrier()
             start = time.perf_counter()
@@ -115,8 +115,8 @@ half.compare(times["1gbit"][1] / times["1gbit"][0])
 # ## Numbers that cannot be added up
 #
 # int8 sends a quarter of the bits: a whole number from -127 to 127, the *level*, and one *scale* for each 1,024 levels. A
-# number is about level · scale. In a ring all-reduce, ranks add up what arrives and send the sum on. **Predict**: what is 100
-# + 100, if both are int8 and the sum is int8?
+# number is about level · scale. In a ring all-reduce, ranks add up what arrives and send the sum on. **Predict**: what does a
+# rank get for the sum 100 + 100 if all three numbers are int8?
 
 # %%
 overflow = predict("What is 100 + 100 in int8?", example=127)
@@ -130,10 +130,10 @@ overflow.compare(torch.tensor(100, dtype=torch.int8) + torch.tensor(100, dtype=t
 # in float32, makes levels of the result, and an all-gather sends them to all. This is as many messages as a ring has, with a
 # quarter of the bytes.
 #
-# *PowerSGD* sends something else. It writes a matrix of gradients, M, as a product of two thin ones: M ≈ P Qᵀ. Products are
-# linear in M: the mean of the ranks' P = M Q is the P of the mean of their M. So thin matrices can be added up on their way,
-# as gradients can. The product cannot equal M, but a few columns hold much of a gradient. **Predict**: M has 160 · 640 =
-# 102,400 numbers, and P and Q have 4 columns each. How many numbers travel in place of M?
+# *PowerSGD* sends something else. It writes a matrix of gradients, M, as a product of two thin ones: M ≈ P Qᵀ. P = M Q is
+# linear in M: the mean of the ranks' products is the product with the mean of their M. So thin matrices can be added up on
+# their way, as gradients can. The product cannot equal M, but a few columns hold much of a gradient. **Predict**: M has 160 ·
+# 640 = 102,400 numbers, and P and Q have 4 columns each. How many numbers travel in place of M?
 
 # %%
 thin = predict("How many numbers do P and Q have?", example=640, unit="numbers")
@@ -262,8 +262,8 @@ def train(wrap, **options):
             parallel.finish_gradient_sync()
         optimizer.step()
         if isinstance(parallel, LocalSGD):
-            parallel.after_step(optimizer)
-            if step == STEPS:
+            averaged = parallel.after_step(optimizer)
+            if step == STEPS and not averaged:
                 parallel.average(optimizer)
         if isinstance(parallel, DiLoCo):
             parallel.after_step()
@@ -438,10 +438,10 @@ rarely.compare(nats_behind("H = 100"))
 
 # %% [markdown]
 # At equal steps the loss suffers a little: float32 had the loss of H = 100 some 70 steps earlier. But H = 100 has sent a
-# hundredth of the bytes. About half of the distance is there with H = 1 already, where only AdamW's averages differ. From H =
-# 8 to H = 100 the loss grows by a few hundredths. And the two averages are worth something: a rank that trains *alone* sees
-# its own quarter of the text only, and ends with a larger loss. So the belief is half true. This is a tiny model in its first
-# steps, so measure H for your own.
+# hundredth of the bytes. About half of the distance is there with H = 1 already, where only AdamW's averages differ. From
+# H = 8 to H = 100 the loss grows by a few hundredths. And the two averages are worth something: a rank that trains *alone*
+# sees its own quarter of the text only, and ends with a larger loss. So the belief is half true. This is a tiny model in its
+# first steps, so measure H for your own.
 #
 # *DiLoCo* (Douillard et al., 2023) averages the same bytes, and does more with them. It takes the mean change of the
 # parameters in H steps for a gradient, and gives it to a second, *outer* optimizer: SGD with Nesterov momentum, which
@@ -496,10 +496,10 @@ show(
 )
 
 # %% [markdown]
-# Against *steps*, in the left panel, float32 is best: whatever sends less teaches less in a step. Against bytes it is the
-# worst. The table below has the time until a training first has the loss that float32 has after 100 steps, on three links.
-# **Predict**: at 200 Mbit/s, how many times as long as float32 does H = 100 take? On each link a step computes for 2 ms, and
-# sending the gradients in float32 takes 8.3 ms, 1.7 ms or 0.2 ms.
+# Against *steps*, in the left panel, float32 is best. int8 and PowerSGD are close behind it, and the others learn less in a
+# step. Against bytes float32 is the worst. The table below has the time until a training first has the loss that float32 has
+# after 100 steps, on three links. **Predict**: at 200 Mbit/s, how many times as long as float32 does H = 100 take? On each
+# link a step computes for 2 ms, and sending the gradients in float32 takes 8.3 ms, 1.7 ms or 0.2 ms.
 
 # %%
 faster = predict("How many times as long does H = 100 take?", example=0.01, unit="times as long")
@@ -527,8 +527,8 @@ faster.compare(ratios["H = 100"][0])
 #
 # $$\text{it pays if} \quad \frac{\text{its steps}}{\text{steps of float32}} < \frac{\text{time of a step of float32}}{\text{time of its step}}$$
 #
-# The formula of this notebook leaves out two things, the time to compress and the overlap with the backward. `python
-# benchmarks/sending_less.py` measures the same table with both, for a larger model.
+# The formula of this notebook leaves out two things, the time to compress and the overlap with the backward.
+# `python benchmarks/sending_less.py` measures the same table with both, for a larger model.
 #
 # ## Less far
 #
@@ -577,20 +577,21 @@ print(f"ZeRO 3: {leaves_zero3 / 1e6:.1f} MB leave the machine, hybrid sharding: 
 leaving.compare(leaves_zero3 / leaves_hybrid)
 
 # %% [markdown]
-# Twice as many. In general ZeRO 3 sends about 3 (n-1)/n times the bytes of all parameters, P, past the end of a machine: two
-# gathers of parameters and one reduce-scatter of gradients (a little less here, because the last block and the root stay full
-# between forward and backward). With hybrid sharding on k machines it is 2 (k-1)/k P, and P on two machines. With
-# microbatches ZeRO 3 sends all of it again for each, and hybrid sharding still once in a step. The price is memory: a rank
-# keeps a share of its machine's, not of all ranks' parameters, gradients and optimizer state.
+# Twice as many. In general ZeRO 3 sends about 3 (n-1)/n times the bytes of all parameters, P, out of a machine: two gathers
+# of parameters and one reduce-scatter of gradients (a little less here, because the last block and the root stay full between
+# forward and backward). With hybrid sharding on k machines it is 2 (k-1)/k P, and P on two machines. With microbatches ZeRO 3
+# sends all of it again for each, and hybrid sharding still once in a step. The price is memory: parameters, gradients and
+# optimizer state are divided among the ranks of one machine only.
 #
 # The three ways can be combined. Between machines an all-reduce of shards can be compressed, too, or come every H steps.
 #
 # ## Exercises
 #
 # The checker puts your functions in the place of the lesson's, on every rank, and runs the lesson's tests.
+# `make exercises ARGS='watch local_sgd_average'` makes the first file, and grades it on each save.
 #
 # 1. `local_sgd_average`: average the parameters every H steps.
-# 2. `int8_scale`: make levels and scales of numbers, and numbers of them.
+# 2. `int8_scale`: turn numbers into levels and scales, and back.
 # 3. `error_feedback`: keep what was not sent, and send it later.
 #
 # ## Further reading
