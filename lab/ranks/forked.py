@@ -60,7 +60,7 @@ class ForkedProcess:
 
     def death(self) -> str:
         """Return how the process has ended: "was killed by SIGKILL" or "exited with code 3"."""
-        self.process.join(1)
+        self.process.join(10)  # its pipe is closed; the forkserver may be slow to tell its exit code
         code = self.process.exitcode
         if code and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
