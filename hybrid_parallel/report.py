@@ -35,7 +35,7 @@ class AxesReport:
         """Add what this rank should send in a step such as the last one."""
         for axis, traffic in traffic_of_axes(self._hybrid, *self._how).items():
             self._expected[axis] += traffic
-            self._run.expect_traffic(traffic, has_mean_loss=True)
+            self._run.expect_traffic(traffic, with_loss=False)
 
     def rows(self) -> dict[str, Any]:
         """Return the sizes, what each rank sent and should have, and the figures of experts.

@@ -199,7 +199,7 @@ class PowerSGD(Compressor):
         if rank < 1:
             raise WorkbookError(f"powersgd's matrices have {rank} columns: it is a number from 1.")
         self.dtype = torch.promote_types(self.dtype, torch.float32)
-        self.rank = rank
+        self.columns = rank
         self.shapes = [(shape[0] if shape else 1, math.prod(shape[1:])) for shape in shapes]
         random = torch.Generator().manual_seed(0)  # all ranks begin with the same Q
         self.qs = {
@@ -240,7 +240,7 @@ class PowerSGD(Compressor):
     def traffic(self) -> Traffic:
         thin = [self.shapes[i] for i in self.qs]
         rest = self.numel - sum(rows * columns for rows, columns in thin)
-        sizes = [rest + self.rank * sum(rows for rows, _ in thin), self.rank * sum(c for _, c in thin)]
+        sizes = [rest + self.columns * sum(rows for rows, _ in thin), self.columns * sum(c for _, c in thin)]
         size = self.dtype.itemsize
         sent = (expected_traffic("all_reduce", self.pattern, n, size, self.group) for n in sizes if n)
         return sum(sent, Traffic())

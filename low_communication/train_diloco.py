@@ -300,7 +300,7 @@ def main(cluster: Cluster, args: DiLoCoArgs) -> None:
                 if is_last:
                     sent += model.finish()
                 record.loss = run.mean_loss(loss) if is_last else loss  # rank 0's own, until the last step
-            run.expect_traffic(sent, has_mean_loss=not is_last)  # a loss that is not averaged sends nothing
+            run.expect_traffic(sent, with_loss=is_last)
             run.evaluate(step, model)
     run.finish(model, sync_every=args.sync_every, fragments=len(model.fragments))
 

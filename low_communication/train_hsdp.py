@@ -177,7 +177,7 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "hsdp")
     module = run.model()
     shard_group, replicas = groups_of(cluster, args.shard_size)
-    slow_link.spare(shard_group)  # --link is a machine's link to the others
+    slow_link.exempt(shard_group)  # --link is a machine's link to the others
     slow_link.share(replicas, dist.get_world_size(shard_group))
     model = HybridShardedDataParallel(module, shard_group, replicas, pattern=run.pattern)
     optimizer_class, options = args.optimizer_class()

@@ -178,7 +178,7 @@ def main(cluster: Cluster, args: LocalSGDArgs) -> None:
                     averaged = True
                 record.loss = run.mean_loss(loss) if averaged else loss  # rank 0's own, between two averages
             sent = traffic_of_average(model, optimizer) if averaged else Traffic()
-            run.expect_traffic(sent, has_mean_loss=not averaged)  # a loss that is not averaged sends nothing
+            run.expect_traffic(sent, with_loss=averaged)
             run.evaluate(step, model)
     run.finish(model, sync_every=args.sync_every)
 

@@ -315,13 +315,13 @@ class Run:
             raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean
 
-    def expect_traffic(self, of_the_step: Traffic, has_mean_loss: bool = False) -> None:
-        """Add what this rank should send in a step by the lesson's formula, and the loss's all-reduce.
+    def expect_traffic(self, of_the_step: Traffic, with_loss: bool = True) -> None:
+        """Add what this rank should send in a step by the lesson's formula, and for the mean loss.
 
-        With `has_mean_loss` the formula has that already.
+        Without `with_loss` the loss is not averaged in this step, or the formula has its all-reduce already.
         """
         of_loss = expected_traffic("all_reduce", self.pattern, 1, 4)
-        self._expected += of_the_step if has_mean_loss else of_the_step + of_loss
+        self._expected += of_the_step + of_loss if with_loss else of_the_step
 
     @property
     def traffic(self) -> dict[Entry, Traffic]:

@@ -9,7 +9,7 @@ alpha-beta model predicts (comm/cost.py). So the cores are as free as with a rea
 point-to-point message carries the time at which it would arrive, and its receiver sleeps until then.
 
 Each group has a simulated link of its own, so two groups do not slow each other down, as they would on one
-network card. `share` lets several groups share one, and `spare` leaves a group alone that needs no network.
+network card. `share` lets several groups share one, and `exempt` leaves a group alone that needs no network.
 The simulation cannot make a link faster than the machine is.
 """
 
@@ -61,7 +61,7 @@ def share(group: Group, num_groups: int) -> None:
     queue_of(group).link_users = num_groups
 
 
-def spare(group: Group) -> None:
+def exempt(group: Group) -> None:
     """Do not slow down the collectives of this group: its ranks are on one machine."""
     queue_of(group).link_users = 0
 

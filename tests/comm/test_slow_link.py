@@ -52,9 +52,9 @@ def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pa
 
 def test_groups_share_a_link_and_a_group_of_one_machine_needs_none():
     def slow(cluster) -> None:
-        shared, spared = own_group([[0, 1]]), own_group([[0, 1]])
+        shared, exempted = own_group([[0, 1]]), own_group([[0, 1]])
         slow_link.share(shared, 2)
-        slow_link.spare(spared)
+        slow_link.exempt(exempted)
         x, link = torch.ones(MIB // 4), Link(0.0, 1 / 50e6)
         alone = cost.seconds("all_reduce", "ring", MIB, 2, link)
         with slow_link.slowed(link):
@@ -62,7 +62,7 @@ def test_groups_share_a_link_and_a_group_of_one_machine_needs_none():
             all_reduce(x, group=shared, pattern="ring")
             assert time.perf_counter() - start >= 2 * alone
         with slow_link.slowed(Link(3600.0, 0.0)):
-            all_reduce(x, group=spared, pattern="ring")
+            all_reduce(x, group=exempted, pattern="ring")
 
     run_ranks(slow, 2, timeout=60)
 

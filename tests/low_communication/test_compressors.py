@@ -131,7 +131,7 @@ def compare_with_hook(
             qs = [compressor.qs[i] for i in at if i in compressor.qs]
             rows = sum(compressor.shapes[i][0] for i in compressor.qs)
             state.q_memory_dict[0] = torch.cat([q.flatten() for q in qs]).double()
-            state.p_memory_dict[0] = torch.empty(rows * compressor.rank).double()
+            state.p_memory_dict[0] = torch.empty(rows * compressor.columns).double()
         return hook(state, bucket)
 
     ddp.register_comm_hook(state, from_the_same_state)
