@@ -47,7 +47,7 @@ from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
 
 RANKS = 4
-BATCH = 24  # examples of a step, over all ranks
+BATCH = 8  # windows of text in a step, over all ranks: few, so that a step is mostly sending
 MOST = 4  # times the steps of bucket overlap
 LINKS = ("200mbit", "1gbit", "loopback")
 CORRECTED = "topk, momentum correction"
@@ -66,6 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
     "local_sgd 8": {"sync_every": 8},
     "local_sgd 32": {"sync_every": 32},
     "diloco 32": {"sync_every": 32, "outer_lr": 0.7},
+    "diloco 32, momentum 0.5": {"sync_every": 32, "outer_lr": 0.7, "outer_momentum": 0.5},
     "diloco 64": {"sync_every": 64, "outer_lr": 0.7},
 }
 QUICK = ("bucket_overlap", "int8", "powersgd", "diloco 32")
