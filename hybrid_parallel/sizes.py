@@ -83,16 +83,8 @@ def refuse_sizes(
 
     `batch_size` counts the examples of a step over all ranks.
     """
-    for axis in (
-        "pipeline",
-        "data",
-        "context",
-        "tensor",
-        "expert_ranks",
-        "microbatches",
-        "chunks",
-        "sync_every",
-    ):
+    others = "expert_ranks", "microbatches", "chunks", "sync_every"
+    for axis in ("pipeline", "data", "context", "tensor", *others):
         if getattr(sizes, axis) < 1:
             raise WorkbookError(f"{axis} is {getattr(sizes, axis)}; it must be at least 1.")
     if sizes.world_size != world_size:
@@ -173,11 +165,10 @@ def _of_experts(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
 def _of_data(sizes: ParallelSizes, num_experts: int) -> Iterator[str]:
     if not sizes.compress and sizes.sync_every == 1:
         return
-    what, cure = f"sync_every is {sizes.sync_every}", "leave one of them out"
+    compress, alone = f"compress is {sizes.compress}", f"sync_every is {sizes.sync_every}"
+    what, cure = compress if sizes.compress else alone, "leave one of them out"
     if sizes.compress and sizes.sync_every > 1:
-        yield f"compress is {sizes.compress} and {what}: both make the data axis send less; {cure}."
-    if sizes.compress:
-        what = f"compress is {sizes.compress}"
+        yield f"{compress} and {alone}: both make the data axis send less; {cure}."
     others = {"zero": sizes.zero, "context": sizes.context, "experts": num_experts}
     for name, number in others.items():
         if number > (0 if name == "zero" else 1):
