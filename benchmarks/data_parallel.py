@@ -9,8 +9,9 @@ by step (benchmarks/side_by_side.py). Slow links are software links (comm/wire/s
 for ours and DDP. On a slow link DDP sends through the hook of data_parallel/train_ddp.py; on loopback it is
 unchanged.
 
-`ddp` is DDP with its default buckets (first 1 MiB, then 25 MiB), and `ddp_same_cap` has our bucket size. In
-rows against `ideal` a clock replaces compute, and the ideal step is forward + backward of the last layer +
+`ddp` is DDP with its default buckets (first 1 MiB, then 25 MiB), and `ddp_same_cap` has our bucket size.
+`ddp_powersgd` is DDP with PyTorch's `powerSGD_hook`, which sends through gloo itself: on loopback only.
+In rows against `ideal` a clock replaces compute, and the ideal step is forward + backward of the last layer +
 time on the wire.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +44,7 @@ from lab.trace import timeline
 from lab.trace.gantt import Event
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import overlap_of
+from low_communication.train_compressed import CompressedDataParallel
 from training.predict import median_step_seconds
 from zero import train_fsdp
 from zero.train_zero1 import ZeroOptimizer
@@ -71,7 +74,7 @@ def replicas(
     optimizer_class: type[Optimizer] = AdamW,
     by_comm: bool = False,
 ) -> Training:
-    """Return a training by a technique of lesson 2, or by "ddp" or "fsdp2".
+    """Return a training by a technique of lesson 2, by "powersgd", "ddp", "ddp_powersgd" or "fsdp2".
 
     `by_comm` makes torch's send through comm. Only there can they be slowed down; gloo moves the bytes.
     """
@@ -86,6 +89,11 @@ def replicas(
         wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=keep)
         if by_comm:
             wrapped.register_comm_hook(HookState(), through_comm)
+    elif name == "ddp_powersgd":
+        wrapped = DistributedDataParallel(model)
+        columns, as_ours = 4, {"min_compression_rate": 1.0, "start_powerSGD_iter": 2}
+        state = torchs.PowerSGDState(None, matrix_approximation_rank=columns, **as_ours)
+        wrapped.register_comm_hook(state, torchs.powerSGD_hook)
     elif name == "fsdp2" and by_comm:
         wrapped = train_fsdp.shard(model, device)
     elif name == "fsdp2":
@@ -94,6 +102,8 @@ def replicas(
             fully_shard(part, mesh=mesh)
     elif name == "bucket_overlap":
         wrapped = BucketDataParallel(model, pattern=pattern, bucket_mb=bucket_mb or 1.0)
+    elif name == "powersgd":
+        wrapped = CompressedDataParallel(model, "powersgd", pattern=pattern, bucket_mb=bucket_mb or 1.0)
     else:
         ours = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel, "zero3": FullyShardedDataParallel}
         wrapped = ours[name](model, pattern=pattern)
@@ -159,6 +169,9 @@ def measure(quick: bool) -> Rows:
         for link, by in seconds.items()
         for name in against
     ]
+    compressed = ["powersgd 4", "ddp_powersgd"]
+    by = medians([ours for [ours] in run_ranks(alternate, RANKS, compressed, {"loopback": 7}, timeout=300)])
+    rows.append(row("powersgd", "ddp_powersgd", by["powersgd 4"], by["ddp_powersgd"], link="loopback"))
     ticking = run_ranks(metronome, RANKS, "1gbit", 0.02, 3 if quick else 7, timeout=300)
     times, (_, ideal) = side_by_side.median_of_slowest([seconds for seconds, _ in ticking]), ticking[0]
     rows.append(row("bucket_overlap metronome 20ms", "ideal", times, ideal, link="1gbit"))
