@@ -172,7 +172,7 @@ def main(cluster: Cluster, args: ElasticDiLoCoArgs) -> Worker:
     deaths = Deaths(args.kill, ranks)
     survivors = Survivors(cluster, args.patience, takes_back=True)
     model = GPT(config, seed=args.seed + cluster.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     worker = Worker(model, optimizer, args.steps, args.sync_every, args.outer_lr)
     meter = None  # None: the group is new, and its ranks must catch up first
     while True:

@@ -232,8 +232,8 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "tensor_parallel_native", share=(0, 1))  # all ranks train on the whole batch
     model = DTensorGPT(run.model(), cluster.device, args.sequence_parallel)
     optimizer = run.optimizer(model)
-    # On GPUs the default updates many parameters at a time, and takes no mixture of tensors and DTensors.
-    optimizer.param_groups[0]["foreach"] = False
+    # What updates many parameters at a time takes no mixture of tensors and DTensors.
+    optimizer.param_groups[0].update(fused=False, foreach=False)
     with by_comm(), run.checkpointing(model, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)

@@ -15,7 +15,7 @@ Size = Literal["tiny", "small", "24heads", "8layers", "13m"]
 
 # By the name of --optimizer: its class, its options, and how many numbers it keeps for each trained number.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], int]] = {
-    "adamw": (torch.optim.AdamW, {}, 2),
+    "adamw": (torch.optim.AdamW, {"fused": True}, 2),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}, 1),
     "sgd": (torch.optim.SGD, {}, 0),
 }

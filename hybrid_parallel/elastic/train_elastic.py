@@ -143,7 +143,7 @@ def main(cluster: Cluster, args: ElasticArgs) -> ElasticReplica:
     deaths = Deaths(args.kill, cluster.world_size)
     survivors = Survivors(cluster, args.patience)
     model = GPT(config, seed=args.seed + cluster.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     replica = ElasticReplica(model, optimizer, lambda model, x, y: loss_of(model(x), y) * len(x))
     meter = None  # None: the group is new, and its ranks must catch up first
     while True:
