@@ -90,7 +90,8 @@ def replicas(
         if by_comm:
             wrapped.register_comm_hook(HookState(), through_comm)
     elif name == "ddp_powersgd":
-        wrapped = DistributedDataParallel(model)
+        # One bucket: of several, gloo can pair the second all-reduce of one with the first of another.
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1024)
         columns, as_ours = 4, {"min_compression_rate": 1.0, "start_powerSGD_iter": 2}
         state = torchs.PowerSGDState(None, matrix_approximation_rank=columns, **as_ours)
         wrapped.register_comm_hook(state, torchs.powerSGD_hook)

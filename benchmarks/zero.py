@@ -70,7 +70,7 @@ def alternate_hybrids(cluster: Cluster, runs: int) -> Seconds:
     for part in (*theirs.blocks, theirs):
         fully_shard(part, mesh=mesh)
     variants = {
-        name: Training(model, AdamW(model.parameters(), lr=1e-3), tokens(GPT_13M, 1))
+        name: Training(model, AdamW(model.parameters(), lr=1e-3, fused=True), tokens(GPT_13M, 1))
         for name, model in (("hsdp", ours), ("fsdp2", theirs))
     }
     return side_by_side.alternate(variants, runs, warmup=1)

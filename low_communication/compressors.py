@@ -210,10 +210,13 @@ class PowerSGD(Compressor):
 
     def mean(self, flat: Tensor) -> Tensor:
         whole = flat.to(self.dtype)
-        sent = whole.clone()
+        sent = torch.empty_like(whole)
         matrices, own = self._matrices(whole), self._matrices(sent)
+        vectors = [i for i in range(len(matrices)) if i not in self.qs]
+        for i in vectors:
+            own[i].copy_(matrices[i])
         ps = {i: matrices[i] @ orthonormal(q.to(whole)) for i, q in self.qs.items()}
-        self._average([*ps.values(), *(m for i, m in enumerate(matrices) if i not in ps)])
+        self._average([*ps.values(), *(matrices[i] for i in vectors)])
         ps = {i: orthonormal(p) for i, p in ps.items()}
         self.qs = {i: matrices[i].T @ p for i, p in ps.items()}
         for i, p in ps.items():
