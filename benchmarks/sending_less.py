@@ -14,18 +14,23 @@ over whole rounds of H steps, with all that a method computes for itself. The pr
 time to the loss. `--whole 200mbit` trains the first seed on that link from the first step to the last, to
 show that the product is right.
 
-A method that does not reach the loss within four times the steps has no ratio.
+A method that does not reach the loss within four times the steps of bucket overlap "never" reaches it.
 """
 
 import dataclasses
+import json
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows
@@ -39,6 +44,7 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import rank_slice
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
+from lab.units import show_bytes, show_seconds
 from low_communication.train_compressed import CompressedDataParallel
 from low_communication.train_diloco import DiLoCo
 from low_communication.train_local_sgd import LocalSGD
@@ -51,7 +57,7 @@ BATCH = 8  # windows of text in a step, over all ranks: few, so that a step is m
 MOST = 4  # times the steps of bucket overlap
 LINKS = ("200mbit", "1gbit", "loopback")
 CORRECTED = "topk, momentum correction"
-METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
+METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options; 1 and 0.3: DiLoCo's outer rate and momentum
     "bucket_overlap": {},
     "bf16": {"compress": "bf16"},
     "int8": {"compress": "int8"},
@@ -65,9 +71,9 @@ METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
     CORRECTED: {"compress": "topk"},
     "local_sgd 8": {"sync_every": 8},
     "local_sgd 32": {"sync_every": 32},
-    "diloco 32": {"sync_every": 32, "outer_lr": 0.7},
-    "diloco 32, momentum 0.5": {"sync_every": 32, "outer_lr": 0.7, "outer_momentum": 0.5},
-    "diloco 64": {"sync_every": 64, "outer_lr": 0.7},
+    "diloco 32": {"sync_every": 32},
+    "diloco 32, 1 and 0.3": {"sync_every": 32, "outer_lr": 1.0, "outer_momentum": 0.3},
+    "diloco 64, 1 and 0.3": {"sync_every": 64, "outer_lr": 1.0, "outer_momentum": 0.3},
 }
 QUICK = ("bucket_overlap", "int8", "powersgd", "diloco 32")
 Curve = list[tuple[int, float, int]]  # steps, loss on held-out data, bytes that a rank has sent
@@ -120,15 +126,15 @@ class Trainer:
 
     def __init__(self, cluster: Cluster, method: str, args: "Args", seed: int) -> None:
         self.rank, self.ranks, self.seed = cluster.rank, cluster.world_size, seed
-        options, optimizer = dict(METHODS[method]), args.optimizer
+        options, optimizer = dict(METHODS[method]), "sgd" if method == CORRECTED else args.optimizer
         self.compress_after = options.pop("compress_after", 0)
         config = GPTConfig.named(args.size)
         self.data = TrainingData("gpt", BATCH, seed, config.block_size)
         gpt = GPT(config, seed=seed)
         self.model: Any
         if method == CORRECTED:
-            self.model, optimizer = MomentumCorrected(gpt, **options), "sgd"
-        elif "outer_lr" in options:
+            self.model = MomentumCorrected(gpt, **options)
+        elif method.startswith("diloco"):
             self.model = DiLoCo(gpt, **options)
         elif "sync_every" in options:
             self.model = LocalSGD(gpt, **options)
@@ -137,7 +143,7 @@ class Trainer:
         else:
             self.model = BucketDataParallel(gpt)
         optimizer_class, settings, _ = OPTIMIZERS[optimizer]
-        self.optimizer = optimizer_class(self.model.parameters(), lr=args.lr, **settings)
+        self.optimizer = optimizer_class(self.model.parameters(), **{"lr": args.lr, **settings})
         self.round, self.steps = options.get("sync_every", 1), 0
 
     def step(self) -> None:
@@ -203,8 +209,8 @@ def seconds_of_step(cluster: Cluster, method: str, args: Args, links: list[str])
     return found
 
 
-def steps_to(curve: Curve, goal: float) -> float | None:
-    """Return the number of steps, interpolated, after which the loss is `goal`; None: it never is."""
+def steps_to(curve: Curve, goal: float) -> float:
+    """Return the number of steps, interpolated, after which the loss is `goal`; infinity if it never is."""
     before: tuple[int, float, int] | None = None
     for now in curve:
         if now[1] <= goal:
@@ -212,7 +218,7 @@ def steps_to(curve: Curve, goal: float) -> float | None:
                 return now[0]
             return before[0] + (before[1] - goal) / (before[1] - now[1]) * (now[0] - before[0])
         before = now
-    return None
+    return math.inf
 
 
 def curves_of(args: Args, seed: int, link: str | None = None) -> dict[str, tuple[Curve, float]]:
@@ -225,7 +231,7 @@ def curves_of(args: Args, seed: int, link: str | None = None) -> dict[str, tuple
         found[method] = run_ranks(curve_of, RANKS, *how, timeout=7200)[0]
         goal = found["bucket_overlap"][0][-1][1]
         steps_taken = steps_to(found[method][0], goal)
-        said = "never" if steps_taken is None else f"after {steps_taken:.0f} steps"
+        said = "never" if math.isinf(steps_taken) else f"after {steps_taken:.0f} steps"
         print(f"seed {seed}, {method}: loss {goal:.4f} {said}", file=sys.stderr, flush=True)
     return found
 
@@ -238,29 +244,44 @@ def main(args: Args) -> None:
     if args.quick:
         args = dataclasses.replace(args, steps=64, seeds=args.seeds[:1], methods=QUICK)
     by_seed = [curves_of(args, seed) for seed in args.seeds]
-    seconds = {
-        method: run_ranks(seconds_of_step, RANKS, method, args, list(LINKS), timeout=3600)[0]
-        for method in args.methods
-    }
+    whole = curves_of(args, args.seeds[0], args.whole) if args.whole else {}
     rows: Rows = []
-    for link in LINKS:
-        for method in args.methods[1:]:
-            steps = [steps_to(curves[method][0], curves["bucket_overlap"][0][-1][1]) for curves in by_seed]
-            reached = [number for number in steps if number is not None]
-            if len(reached) == len(steps):
-                ours = statistics.median(reached) * seconds[method][link]
-                theirs = args.steps * seconds["bucket_overlap"][link]
-                rows.append(side_by_side.row(method, "bucket_overlap", ours, theirs, ranks=RANKS, link=link))
-    if args.whole is not None:
-        whole = curves_of(args, args.seeds[0], args.whole)
-        theirs = whole["bucket_overlap"][1]
-        for method in args.methods[1:]:
-            link = f"{args.whole}, whole"
-            ours = whole[method][1]
-            rows.append(side_by_side.row(method, "bucket_overlap", ours, theirs, ranks=RANKS, link=link))
+    for method in args.methods:
+        of_step = run_ranks(seconds_of_step, RANKS, method, args, list(LINKS), timeout=3600)[0]
+        steps = [steps_to(curves[method][0], curves["bucket_overlap"][0][-1][1]) for curves in by_seed]
+        median, last = statistics.median(steps), by_seed[0][method][0][-1]
+        seconds = {link: median * of_step[link] for link in LINKS}
+        if whole:
+            seconds[f"{args.whole}, whole"] = whole[method][1]
+        rows.append(
+            {"what": method, "steps": median, "bytes": last[2] / last[0], "step": of_step, "seconds": seconds}
+        )
+    show(rows, args)
     if args.plot is not None:
-        draw(by_seed[0], seconds, args.plot)
-    side_by_side.show("sending_less", rows, args, f"seconds to the loss of bucket overlap, GPT {args.size}")
+        draw(by_seed[0], {row["what"]: row["step"] for row in rows}, args.plot)
+
+
+def show(rows: Rows, args: Args) -> None:
+    """Print a row for each method, with its ratios to bucket overlap in parentheses."""
+    if args.json:
+        print(json.dumps({"benchmark": "sending_less", "rows": rows}))
+        return
+    first, links = rows[0], list(rows[0]["seconds"])
+    table = Table("method", title=f"To the loss of bucket overlap after {args.steps} steps, GPT {args.size}")
+    for column in ("steps", "bytes of a step", *links):
+        table.add_column(column, justify="right")
+
+    def cell(ours: float, theirs: float, shown: Callable[[float], str]) -> str:
+        return "never" if math.isinf(ours) else f"{shown(ours)} ({ours / theirs:.2f})"
+
+    for row in rows:
+        sizes = (
+            cell(row["steps"], first["steps"], "{:.0f}".format),
+            cell(row["bytes"], first["bytes"], show_bytes),
+        )
+        times = (cell(row["seconds"][link], first["seconds"][link], show_seconds) for link in links)
+        table.add_row(row["what"], *sizes, *times)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
 def draw(curves: dict[str, tuple[Curve, float]], seconds: dict[str, dict[str, float]], path: Path) -> None:
