@@ -34,7 +34,7 @@ FROM libraries AS lessons
 COPY --chown=learner:learner . .
 USER learner
 # Or each container would compile the lessons when it starts. A mistake in one is told when it runs.
-RUN python -m compileall -qq comm lab training zero *_parallel || true
+RUN python -m compileall -qq comm lab training zero low_communication *_parallel || true
 
 FROM libraries AS notebook
 RUN sed -n '/^# notebook/,/^$/p' requirements.txt > /tmp/requirements.txt \

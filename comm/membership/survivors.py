@@ -12,7 +12,8 @@ under torchrun the launcher. They write their requests and the list into the dec
 group finds its ranks through it, with keys under a prefix that no earlier group has used.
 
 The kernel closes the store of a process that dies, so a store that refuses a connection shows a death at
-once. If a store is open, but its rank does not answer for `patience` seconds, that rank hangs. It could wake
+once. If a whole machine has gone, such as a container after `docker kill`, connecting to its store takes too
+long. If a store is open, but its rank does not answer for `patience` seconds, that rank hangs. It could wake
 up later and continue without the others, so the others name it and end.
 
 A rank may also die during the agreement. If it is the decider, the next rank decides. If it is in the list,
@@ -41,6 +42,7 @@ from torch.distributed import distributed_c10d
 from comm.errors import CommError
 from comm.exchange import exchange
 from comm.membership import liveness
+from comm.membership.settings import master
 from comm.membership.store import within
 from lab.cluster import Cluster
 from lab.launch.errors import Complete, WorkbookError
@@ -50,6 +52,7 @@ from lab.units import MAX_SECONDS
 
 _NAP = 0.002  # seconds between two looks at the stores
 _DYING = 1.0  # seconds after which a rank that dies has closed its sockets
+_CONNECTING = 2.0  # seconds after which a connection times out: the kernel repeats its request after one
 _ASKING = 0.05  # seconds after which a rank that comes back asks again
 
 Address = list[Any]  # host and port
@@ -107,6 +110,7 @@ class Survivors:
         self._rounds: list[int] = []  # by name: the agreements that this rank has decided
         self._store = open_store(own_address(), 0, timedelta(seconds=patience))
         self._own_address: Address = [own_address(), self._store.port]
+        self._probes: dict[tuple[str, int], socket.socket] = {}  # connections to stores, see _is_open
         self._meeting: dist.Store | None = None  # where a rank asks to come back; it may die with its host
         liveness.forget()  # its connections go to rank 0, which may die
         gc.freeze()  # gc.collect() in each recovery then skips the objects that the imports made
@@ -244,7 +248,7 @@ class Survivors:
             missing = {name for name in missing if self._is_open(self._addresses[name])}
             time.sleep(_NAP)
         here = [name for name in (*others, *newcomers) if self._store.check([f"{number}/here/{name}"])]
-        silent = sorted(missing - newcomers.keys())  # a newcomer that is silent may ask again
+        silent = sorted(missing - {*here, *newcomers})  # a newcomer that is silent may ask again
         self.names, self.joins = sorted([self.name, *here]), self.joins + len(newcomers.keys() & set(here))
         self._rounds[self.name] = number
         found = [silent, self.names, self._addresses, self._rounds, self.joins]
@@ -270,7 +274,8 @@ class Survivors:
 
     def _wait_for_invitation(self) -> None:
         """Ask to join until a decider calls this rank. Raise Complete if there is no training any more."""
-        assert self._meeting is not None
+        if self._meeting is None:
+            raise WorkbookError("the other ranks could not reach this one, so they go on without it.")
         try:
             while not self._store.check(["invitation"]):
                 self._meeting.set(f"asks/{self.name}", json.dumps(self._own_address))
@@ -314,18 +319,28 @@ class Survivors:
             )
 
     def _is_open(self, address: Address) -> bool:
-        """Return whether a rank's store is open. If a connection times out, the rank may hang: True, too."""
+        """Return whether a rank's store is open. The kernel closes it when the rank dies.
+
+        The kernel also accepts connections for a rank that hangs, but not any number of them. So there is
+        one, which stays open and shows a later death.
+        """
+        place = (address[0], address[1])
         try:
-            socket.create_connection(tuple(address), timeout=self.patience).close()
-        except TimeoutError:
+            if place not in self._probes:
+                connection = socket.create_connection(place, timeout=min(self.patience, _CONNECTING))
+                connection.setblocking(False)
+                self._probes[place] = connection
+            return self._probes[place].recv(1) != b""  # b"": it was closed
+        except BlockingIOError:
             return True
-        except OSError:
+        except OSError:  # also a timeout: its machine has gone
             return False
-        return True
 
     def _leave_group(self) -> None:
         """Close this rank's connections, so that the collective fails on its neighbours, too."""
-        shut_down_connections(self._sockets, {port for _, port in self._addresses})
+        self._probes.clear()
+        # Connections to stores stay. Rank 0 may host that of the rendezvous, in which others ask to join.
+        shut_down_connections(self._sockets, {master()[1], *(port for _, port in self._addresses)})
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # the error of the failed collective still refers to the group

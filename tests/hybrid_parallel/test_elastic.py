@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,19 @@ def survivors_equal_one_process(
 
 def test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process():
     survivors_equal_one_process(4, {0, 2}, kill=("2@2", "0@4"))
+
+
+def test_a_rank_has_died_if_connecting_to_it_takes_too_long_as_to_a_machine_that_has_gone():
+    def times_out(connect: Callable[..., Any], *place: Any, **options: Any) -> socket.socket:
+        try:
+            return connect(*place, **options)
+        except ConnectionRefusedError:
+            raise TimeoutError from None
+
+    def disturb(cluster: Cluster) -> None:
+        socket.create_connection = functools.partial(times_out, socket.create_connection)
+
+    survivors_equal_one_process(3, {2}, disturb, kill=("2@2",))
 
 
 def at_step(
