@@ -80,14 +80,11 @@ class CompressedDataParallel(BucketDataParallel):
             self.uncompressed[bucket] = Float32(*how)
         self.error_feedback, self.is_compressing = error_feedback, True
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")
 
     @property
     def in_use(self) -> dict[Bucket, Compressor]:
         return self.compressors if self.is_compressing else self.uncompressed
-
-    def _expect_gradients(self) -> None:
-        super()._expect_gradients()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")  # the last step's thread ends
 
     def _launch(self, bucket: Bucket) -> None:
         """Let the thread average the bucket, after those before it, while the backward continues."""

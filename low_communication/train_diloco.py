@@ -78,8 +78,8 @@ class Fragment:
         self.anchor = self.flat()
         self.momentum = torch.zeros_like(self.anchor)
         # The step in which it was sent, the parameters then, and their change, being averaged.
-        self.on_its_way: tuple[int, Tensor, Tensor, Future[None]] | None = None
-        self.equal_in = 0  # the last step after which all ranks had the same parameters
+        self.in_flight: tuple[int, Tensor, Tensor, Future[None]] | None = None
+        self.last_equal_step = 0  # the last step after which all ranks had the same parameters
 
     def flat(self) -> Tensor:
         """Return a copy of the parameters as they are now."""
@@ -145,15 +145,15 @@ class DiLoCo(nn.Module):
             if self.steps % self.sync_every == fragment.due:
                 self._send(fragment)
                 sent += fragment.compressor.traffic()
-            if fragment.on_its_way and fragment.on_its_way[0] + self.delay == self.steps:
+            if fragment.in_flight and fragment.in_flight[0] + self.delay == self.steps:
                 self._receive(fragment)
         return sent
 
     def _send(self, fragment: Fragment) -> None:
         """Start to average the ranks' changes since the anchor, and let the training go on."""
-        left = fragment.flat()
-        change = fragment.anchor - left
-        fragment.on_its_way = self.steps, left, change, self._average(fragment, change)
+        sent_parameters = fragment.flat()
+        change = fragment.anchor - sent_parameters
+        fragment.in_flight = self.steps, sent_parameters, change, self._average(fragment, change)
 
     def _average(self, fragment: Fragment, change: Tensor) -> Future[None]:
         """Let the thread replace this rank's change by about the mean over ranks."""
@@ -167,18 +167,18 @@ class DiLoCo(nn.Module):
 
     def _receive(self, fragment: Fragment) -> None:
         """Take the outer step, and move this rank's parameters by as much as they were off the new anchor."""
-        assert fragment.on_its_way is not None
-        sent_in, left, change, averaged = fragment.on_its_way
-        fragment.on_its_way = None
+        assert fragment.in_flight is not None
+        sent_step, sent_parameters, change, averaged = fragment.in_flight
+        fragment.in_flight = None
         with span("wait", "wait"):
             averaged.result()  # from here on `change` is the mean over ranks
         fragment.momentum.mul_(self.outer_momentum).add_(change)
         fragment.anchor -= self.outer_lr * (change + self.outer_momentum * fragment.momentum)
-        if sent_in == self.steps:
+        if sent_step == self.steps:
             fragment.set(fragment.anchor)
-            fragment.equal_in = self.steps
+            fragment.last_equal_step = self.steps
         else:  # keep what this rank has learned while the fragment travelled
-            fragment.set(fragment.flat() + (fragment.anchor - left))
+            fragment.set(fragment.flat() + (fragment.anchor - sent_parameters))
 
     @torch.no_grad()
     def finish(self) -> Traffic:
@@ -189,14 +189,14 @@ class DiLoCo(nn.Module):
         """
         sent = Traffic()
         for fragment in self.fragments:
-            if fragment.on_its_way:
+            if fragment.in_flight:
                 self._receive(fragment)
-            if fragment.equal_in < self.steps:
+            if fragment.last_equal_step < self.steps:
                 change = fragment.anchor - fragment.flat()
                 self._average(fragment, change).result()
                 fragment.anchor -= change
                 fragment.set(fragment.anchor)
-                fragment.equal_in = self.steps
+                fragment.last_equal_step = self.steps
                 sent += fragment.compressor.traffic()
         return sent
 

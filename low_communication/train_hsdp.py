@@ -88,7 +88,8 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         with self._guard.no_sync():
             yield
             super().finish_gradient_sync()
-        self._guard.arrived.update(unit.shard for unit in self._of_machine)  # so that a step is refused now
+        # That tells the guard that all gradients have been averaged. These have not: it must refuse a step.
+        self._guard.arrived.update(unit.shard for unit in self._of_machine)
 
     def _complete(self, unit: Unit) -> None:
         """Wait for the machine's mean gradients of a unit, and start to average them over machines."""

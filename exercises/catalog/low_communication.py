@@ -71,17 +71,17 @@ EXERCISES = (
             change for a gradient: it is SGD with Nesterov momentum, as in torch.optim.SGD. The parameters
             move by as much as the new anchor is off those that this rank sent, so that it keeps what it has
             learned since then. If it has sent them in this step, all ranks have the same parameters now:
-            make them bitwise equal, and let the fragment note the step. Afterwards nothing is on its way.
+            make them bitwise equal, and let the fragment note the step. Afterwards it is not in flight.
         """,
         helps=(
-            "fragment.on_its_way: tuple[int, Tensor, Tensor, Future] | None\n    The step in which the "
+            "fragment.in_flight: tuple[int, Tensor, Tensor, Future] | None\n    The step in which the "
             "fragment was sent, the parameters then, this rank's change, and a future.\n    After its "
             "result() the change is the mean over the ranks.",
             "fragment.anchor: Tensor, fragment.momentum: Tensor\n    Flat: where the last outer step led, "
             "and the outer optimizer's momentum.",
             "fragment.flat() -> Tensor, fragment.set(flat)\n    A flat copy of the parameters as they are "
             "now; give them other values.",
-            "fragment.equal_in: int\n    The last step after which all ranks had the same parameters.",
+            "fragment.last_equal_step: int\n    The last step after which all ranks had the same parameters.",
             "self.outer_lr: float, self.outer_momentum: float, self.steps: int\n    `steps` is the number of "
             "this step.",
         ),
@@ -90,8 +90,9 @@ EXERCISES = (
             "direction must the anchor go? With outer_lr 1 and no momentum, what should it become?",
             "Nesterov: momentum = mu * momentum + change, and then anchor -= lr * (change + mu * momentum), "
             "with the new momentum. Change the two tensors of the fragment in place.",
-            "Unpack on_its_way, set it to None, and call result() of the future. After the outer step: if it "
-            "was sent in self.steps, fragment.set(fragment.anchor) and fragment.equal_in = self.steps; else "
+            "Unpack in_flight, set it to None, and call result() of the future. After the outer step: if it "
+            "was sent in self.steps, fragment.set(fragment.anchor) and "
+            "fragment.last_equal_step = self.steps; else "
             "fragment.set(fragment.flat() + (fragment.anchor - the parameters then)).",
         ),
     ),

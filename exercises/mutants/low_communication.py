@@ -91,7 +91,7 @@ mutant(
     "diloco_sign_of_the_change",
     "The loss rises: the ranks' change has the other sign, so the outer optimizer goes back.",
     target="low_communication.train_diloco.DiLoCo._send",
-    changes={"change = fragment.anchor - left": "change = left - fragment.anchor"},
+    changes={"change = fragment.anchor - sent_parameters": "change = sent_parameters - fragment.anchor"},
     killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
 )
 
@@ -121,7 +121,7 @@ mutant(
     "diloco_learned_meanwhile_lost",
     "With a delay the loss falls more slowly: the new anchor replaces what was learned while it travelled.",
     target="low_communication.train_diloco.DiLoCo._receive",
-    changes={"fragment.set(fragment.flat() + (fragment.anchor - left))": "fragment.set(fragment.anchor)"},
+    changes={"fragment.flat() + (fragment.anchor - sent_parameters)": "fragment.anchor"},
     killer=DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
     symptom="The longer the delay is, the more slowly the loss falls.",
 )

@@ -3,8 +3,6 @@
 import copy
 import os
 import signal
-import threading
-import time
 from collections import defaultdict
 
 import pytest
@@ -152,16 +150,3 @@ def test_a_rank_that_dies_is_named_by_the_ranks_that_wait_for_it_in_their_thread
     # The group's timeout comes later: the error must not depend on it.
     results = run_ranks(work, 2, timeout=20, group_timeout=40, collect_failures=True)
     assert "comm.errors.CommError: all_to_all" in str(results[0]) and "has died or left" in str(results[0])
-
-
-def test_no_thread_is_left_between_steps():
-    def work(cluster: Cluster) -> None:
-        model = CompressedDataParallel(gpt(0))
-        for _ in range(2):
-            model.zero_grad()
-            text_loss(model, *text()).backward()
-            model.finish_gradient_sync()
-            while any(thread.name.startswith("compression") for thread in threading.enumerate()):
-                time.sleep(0.01)
-
-    run_ranks(work, 1)
