@@ -136,11 +136,14 @@ def gradients_of(hybrid: HybridParallel) -> Tensors:
     """Return the full gradients; ZeRO's shards of them are put together from the data axis."""
     named, zero = hybrid.named_own_parameters(), hybrid.sizes.zero
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
-    for shard in hybrid.data.parameter_shards if zero else ():
-        flat = torch.zeros(shard.parameter.numel(), dtype=torch.float64)
-        flat[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad.flatten()
+    if zero:
+        shards = hybrid.data.parameter_shards
+        flat = torch.zeros(sum(shard.parameter.numel() for shard in shards), dtype=torch.float64)
+        parts = flat.split([shard.parameter.numel() for shard in shards])
+        for shard, part in zip(shards, parts, strict=True):
+            part[shard.start : shard.start + shard.tensor.numel()] = shard.tensor.grad.flatten()
+            local[shard.parameter] = part.view(shard.parameter.shape)
         all_reduce(flat, group=hybrid.mesh.replicas)
-        local[shard.parameter] = flat.view(shard.parameter.shape)
     own: Tensors = {n: full(hybrid, n, local[p]) for n, p in named.items() if local[p] is not None}
     return with_all_experts(hybrid, own)
 
@@ -166,10 +169,10 @@ def described(sizes: ParallelSizes) -> str:
 def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = None, **changes: Any) -> None:
     """Train as `sizes` says, and compare with one process; compare what is sent with the formulas.
 
-    Each replica begins with other weights. Stages share four layers; any other mesh has two.
+    Each replica begins with other weights. A GPT has two layers, or one for each stage.
     """
     if "mlp" not in changes:
-        changes = {"num_layers": 4 if sizes.pipeline > 1 else 2} | changes
+        changes = {"num_layers": max(2, sizes.num_stages)} | changes
     mesh = Mesh(cluster, sizes)
     replica, what = mesh.coordinate("data"), f"{described(sizes)}, {experts}"
     rows = 2 * sizes.data * sizes.microbatches
