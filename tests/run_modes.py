@@ -55,12 +55,13 @@ def few_steps(mode: str) -> list[str]:
 
 @contextlib.contextmanager
 def without_measuring() -> Iterator[None]:
-    """Give a link's alpha and beta: measuring them takes most of the time of a short run."""
+    """Give a link's alpha and beta, and validate on fewer batches: both take most of a short run."""
     link = Link(1e-4, 1e-9)
     with (
         mock.patch("training.run.measure_all_reduce", lambda *_, **__: link),
         mock.patch("training.run.measure_flops", lambda *_: 1e11),
         mock.patch("pipeline_parallel.script.measure_link", lambda *_, **__: link),
+        mock.patch("training.data.VALIDATION_BATCHES", 2),
     ):
         yield
 

@@ -79,7 +79,7 @@ def test_what_is_validated_is_not_trained_on_and_not_dropped_out():
             report, model = trained(cluster, "naive")
         assert model.training
         _, corpus = split(load_corpus())
-        starts = [i * (len(corpus) - 33) // 48 for i in range(48)]  # windows that lie evenly
+        starts = [i * (len(corpus) - 33) // 24 for i in range(24)]  # windows that lie evenly
         x, y = (torch.stack([corpus[s + shift :][:32] for s in starts]).long() for shift in (0, 1))
         with torch.no_grad():
             assert report["validation_loss"] == pytest.approx(means(model.eval()(x), y)[0], rel=1e-6)
