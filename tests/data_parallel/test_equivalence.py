@@ -1,5 +1,7 @@
 """Test that every wrapper's replicas have the gradients that one process gets from the global batch."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,8 +49,9 @@ def test_gradients_and_parameters_equal_one_process(world_size: int):
         for name, wrap in WRAPPERS.items():
             compare_with_one_process(cluster, wrap, gpt, text_loss, text(), what=f"{name}, GPT")
             compare_with_one_process(cluster, wrap, Odd, odd_loss, examples(world_size), what=f"{name}, Odd")
-            untied = lambda seed: gpt(seed, tied=False)  # noqa: E731
-            compare_with_one_process(cluster, wrap, untied, text_loss, text(), (1,), f"{name}, untied")
+            if world_size == 2:
+                untied = partial(gpt, tied=False)
+                compare_with_one_process(cluster, wrap, untied, text_loss, text(), (1,), f"{name}, untied")
 
     run_ranks(compare, world_size)
 
