@@ -126,6 +126,41 @@ mutant(
     symptom="The longer the delay is, the more slowly the loss falls.",
 )
 
+ELASTIC = "tests/low_communication/test_elastic_diloco.py::"
+ONE_COMES_BACK = ELASTIC + "test_if_all_who_had_trained_die_those_who_have_just_come_train_the_round"
+
+mutant(
+    "elastic_diloco_newcomer_without_momentum",
+    "The replicas differ after a worker has come back: it has the others' anchor, but no outer momentum.",
+    target="low_communication.train_elastic_diloco.Worker.catch_up",
+    changes={"self.all.anchor, self.all.momentum = state": "self.all.anchor = state[0]"},
+    killer=ONE_COMES_BACK,
+    symptom="The replicas are equal until a worker comes back, and differ afterwards.",
+)
+
+mutant(
+    "elastic_diloco_mean_over_the_dead",
+    "After a death each round moves the anchor less: the sum is divided by the workers of the start.",
+    target="low_communication.train_elastic_diloco.Worker.synchronise",
+    changes={
+        "change, loss = flat[:-2] / workers, flat[-2] / workers": (
+            "self.all_workers = getattr(self, 'all_workers', workers)\n"
+            "change, loss = flat[:-2] / self.all_workers, flat[-2] / workers"
+        ),
+    },
+    killer=ONE_COMES_BACK,
+    symptom="After a death the replicas stay equal, but the loss falls more slowly.",
+)
+
+mutant(
+    "elastic_diloco_examples_by_rank",
+    "After a death a worker trains on the dead one's examples: a rank in the new group is no worker's name.",
+    target="low_communication.train_elastic_diloco.main",
+    changes={"rank_slice(part, survivors.name, ranks)": "rank_slice(part, survivors.cluster.rank, ranks)"},
+    killer=ONE_COMES_BACK,
+    symptom="Training goes on after a death, but workers have other examples than before.",
+)
+
 HSDP = "tests/low_communication/test_hsdp.py::"
 
 mutant(

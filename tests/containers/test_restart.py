@@ -1,4 +1,4 @@
-"""A node that is killed and started again, node0 too, joins the others, and training continues."""
+"""A node that is killed and started again joins the others, and training continues."""
 
 import re
 import time
@@ -49,5 +49,22 @@ def test_a_killed_node_is_started_again_and_training_goes_on_by_itself(up: Up):
             kept = int(went_on[-1])
             assert kept >= before
         wait_for("node0", r"step (\d+)/1000000 +loss", 6)
+    finally:
+        remove_containers()
+
+
+def test_nodes_train_on_without_a_killed_one_and_it_joins_them_when_it_is_started_again(up: Up):
+    args = "--size tiny --sync-every 4 --steps 1000000"
+    settings = {"RUN_MODE": "diloco_elastic", "WORLD_SIZE": "3", "ARGS": args}
+    try:
+        compose("up", "--detach", timeout=120, env=settings)
+        wait_for("node0", r"step \d+/1000000 +loss")
+        docker("kill", f"{NAME}_node2_1")
+        wait_for("node0", "lost rank 2; 2 ranks go on")
+        docker("start", f"{NAME}_node2_1")
+        wait_for("node0", "rank 2 is back; 3 ranks go on")
+        docker("kill", f"{NAME}_node0_1")
+        wait_for("node1", "lost rank 0; 2 ranks go on")
+        assert "Traceback" not in log("node1") + log("node2")
     finally:
         remove_containers()

@@ -2,9 +2,7 @@
 
 import functools
 import gc
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,12 +158,7 @@ def test_a_worker_that_missed_a_synchronisation_copies_it_and_calls_those_who_tr
     end_as_simulated(3, [{0, 1, 2}, {0, 1, 2}, {0, 1}, {0, 1}, {0, 1}], {2}, disturb)
 
 
-def call_it(survivors: Survivors) -> None:
-    assert survivors._meeting is not None
-    survivors._meeting.underlying_store.set("may come back", "")
-
-
-def let_join_in_round(number: int, call: Callable[[Survivors], None] = call_it) -> None:
+def let_join_in_round(number: int) -> None:
     """Let the rank that has died come back when rank 0 of the group is about to synchronise in a round."""
     made, begin, check = [], Worker.__init__, Survivors.check
 
@@ -175,7 +168,8 @@ def let_join_in_round(number: int, call: Callable[[Survivors], None] = call_it) 
 
     def waits(self: Survivors, may_join: bool) -> None:
         if may_join and self.cluster.is_main and made[-1].rounds == number and not self.joins:
-            call(self)
+            assert self._meeting is not None
+            self._meeting.underlying_store.set("may come back", "")
             while not self._newcomers():
                 pass
         check(self, may_join)
@@ -195,22 +189,24 @@ def test_a_worker_that_comes_back_copies_the_anchor_and_trains_from_the_next_rou
     end_as_simulated(3, [everyone, others, others, everyone, everyone], set(), disturb, joins=1)
 
 
-def test_without_a_launcher_a_worker_comes_back_through_the_store_of_rank_0(tmp_path: Path):
+def test_without_a_launcher_a_worker_comes_back_through_the_store_of_rank_0():
     """The third process has the number of the second one, which has died."""
     environments = places([0, 1, 1], 2, MASTER_ADDR="127.0.0.1")
-    has_died = tmp_path / "has died"
 
     def work(process: Cluster) -> tuple[State, int]:
-        set_variables(environments[process.rank])
-        while process.rank == 2 and not has_died.exists():
-            time.sleep(0.01)
-        disturb = functools.partial(let_join_in_round, 2, lambda survivors: has_died.touch())
-        return train(rendezvous.join(), lambda cluster: disturb(), {"kill": ("1@3",)})
+        environment = environments[process.rank]
+        set_variables(environment)
+        if process.rank == 2:
+            store = dist.TCPStore("127.0.0.1", environment["MASTER_PORT"], is_master=False)
+            store.get("attempt_0/lab/may come back")
+        return train(rendezvous.join(), lambda cluster: let_join_in_round(2), {"kill": ("1@3",)})
 
     first, killed, back = run_ranks(work, 3, backend=None, collect_failures=True, timeout=60)
     assert "killed by SIGKILL" in str(killed)
     expected = in_float64(2, [{0, 1}, {0}, {0}, {0, 1}, {0, 1}])
-    for end, joins in (first, back):
+    for result in (first, back):
+        assert not isinstance(result, RankError), result
+        end, joins = result
         assert_same(end, expected, what="parameter")
         assert joins == 1
 
