@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 HUGE_PAGE = 1 << 21  # bytes
@@ -63,6 +64,10 @@ for folder in (
             # A test that asks for a file that cannot be imported is told why.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+# A first command line imports too.
+with contextlib.suppress(Exception):
+    tyro.cli(importlib.import_module("tests.run_modes").start_of("zero1").arguments, args=[])
 
 gc.enable()
 collapse_memory()  # the tests fork some thousand ranks
