@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.run_modes import without_measuring
 from tests.training.attempts import train
 from training.arguments import Args
 from training.run import Run
@@ -14,19 +15,23 @@ from training.run import Run
 
 def masks(cluster: Cluster, seed: int = 0) -> list[tuple[float, ...]]:
     """Return a dropout mask of each of two steps."""
-    run, drawn = Run(cluster, Args(size="tiny", batch_size=12, seed=seed), "test"), []
-    for _ in range(2):
-        with run.step() as record:
-            drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
-            record.loss = 1.0
+    drawn = []
+    with without_measuring():
+        run = Run(cluster, Args(size="tiny", batch_size=12, seed=seed), "test")
+        for _ in range(2):
+            with run.step() as record:
+                drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
+                record.loss = 1.0
     return drawn
 
 
 def test_ranks_with_examples_of_their_own_draw_different_masks():
-    by_rank = run_ranks(masks, 3)
+    by_rank, again, of_another_seed = zip(
+        *run_ranks(lambda cluster: [masks(cluster, seed) for seed in (0, 0, 1)], 3), strict=True
+    )
     assert len({mask for of_rank in by_rank for mask in of_rank}) == 3 * 2
-    assert by_rank == run_ranks(masks, 3)
-    assert not set(by_rank[0]) & set(run_ranks(masks, 3, 1)[0])
+    assert by_rank == again
+    assert not set(by_rank[0]) & set(of_another_seed[0])
 
 
 def test_stages_draw_different_masks_and_ranks_that_compute_the_same_draw_the_same():
