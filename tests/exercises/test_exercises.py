@@ -4,6 +4,7 @@ That its tests fail without the learner's code, and pass with the lesson's, is t
 """
 
 import ast
+import importlib
 import re
 
 import pytest
@@ -38,6 +39,18 @@ def test_it_is_described_completely(exercise):
     assert exercise.tests
     earlier = list(BY_NAME)[: list(BY_NAME).index(exercise.name)]
     assert set(exercise.needs) <= set(earlier)
+
+
+@EACH
+def test_the_tests_that_grade_it_exist(exercise):
+    for test in exercise.tests:
+        file, _, name = test.partition(".py::")
+        name, _, case = name.partition("[")
+        function = getattr(importlib.import_module(file.replace("/", ".")), name)
+        marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+        if case:
+            [values] = [mark.kwargs.get("ids") or mark.args[1] for mark in marks]
+            assert case.removesuffix("]") in map(str, values), test
 
 
 def test_the_first_exercise_is_the_easiest_of_lesson_1_and_no_two_have_one_name():
