@@ -50,7 +50,7 @@ mutant(
 
 mutant(
     "powersgd_not_orthonormal",
-    "With PowerSGD the loss becomes nan: the columns of P are not orthonormal, so P Q^T is far from M.",
+    "With PowerSGD gradients soon are not finite: P's columns are not orthonormal, so P Q^T is far from M.",
     target="low_communication.compressors.PowerSGD.mean",
     changes={"ps = {i: orthonormal(p) for i, p in ps.items()}": ""},
     killer=COMPRESSORS + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
@@ -97,7 +97,7 @@ mutant(
 
 mutant(
     "diloco_momentum_on_one_rank",
-    "The replicas differ after the second outer step: only rank 0 keeps the outer momentum.",
+    "The replicas are not equal after the last step: only rank 0 keeps the outer momentum.",
     target="low_communication.train_diloco.DiLoCo._receive",
     changes={
         "fragment.momentum.mul_(self.outer_momentum).add_(change)": (
@@ -114,7 +114,8 @@ mutant(
     target="low_communication.train_diloco.DiLoCo.__init__",
     changes={"due = (i + 1) * sync_every": "due = (i + 1 + torch.distributed.get_rank(group)) * sync_every"},
     killer=DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
-    symptom="With fragments of equal size the loss does not fall.",
+    symptom="With fragments the ranks stop, because their messages have different sizes. With fragments of "
+    "equal size they go on, and the parameters are wrong.",
 )
 
 mutant(
@@ -135,7 +136,7 @@ mutant(
     target="low_communication.train_elastic_diloco.Worker.catch_up",
     changes={"self.all.anchor, self.all.momentum = state": "self.all.anchor = state[0]"},
     killer=ONE_COMES_BACK,
-    symptom="The replicas are equal until a worker comes back, and differ afterwards.",
+    symptom="The replicas are equal at the end, unless a worker has come back.",
 )
 
 mutant(
