@@ -10,7 +10,7 @@ IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and
 
 mutant(
     "compressed_error_added_twice",
-    "Training with top-k diverges: what remained is in the gradient already, and is kept a second time.",
+    "With top-k the loss falls slowly: what remained is in the gradient already, and is kept a second time.",
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"= gradient.sub_(sent)": "= gradient.sub_(sent) + self.remaining.get(bucket, 0)"},
     killer=IDENTITY,
@@ -80,11 +80,11 @@ mutant(
 
 mutant(
     "local_state_reset",
-    "The loss falls more slowly than with torch's averager: each average throws the optimizer's state away.",
+    "The losses are not those of torch's averager: each average throws the optimizer's state away.",
     target="low_communication.train_local_sgd.LocalSGD.average",
     changes={"self.steps = 0": "self.steps = 0\noptimizer.state.clear()"},
     killer=LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
-    symptom="The loss falls more slowly than with torch's averager, the more the shorter H is.",
+    symptom="The replicas are equal, but the losses are not those of torch's averager.",
 )
 
 mutant(
