@@ -28,7 +28,7 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
 def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run(n: int):
     def report(cluster: Cluster) -> list[dict[str, Any]]:
         variants: tuple[dict[str, Any], ...] = ({}, {"clip": 1.0}, {"overlap": False})
-        return [summary(cluster, name, **options) for name in SCRIPTS for options in variants]
+        return [summary(cluster, name, steps=2, **options) for name in SCRIPTS for options in variants]
 
     for by_rank in run_ranks(report, n):
         for one in by_rank:
