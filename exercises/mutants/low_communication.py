@@ -10,7 +10,7 @@ IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and
 
 mutant(
     "compressed_error_added_twice",
-    "With top-k the loss falls slowly, and later diverges: what remained is in the gradient already, and is kept a second time.",
+    "With top-k the loss falls slowly, and later diverges: what remained is kept a second time.",
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"= gradient.sub_(sent)": "= gradient.sub_(sent) + self.remaining.get(bucket, 0)"},
     killer=IDENTITY,
