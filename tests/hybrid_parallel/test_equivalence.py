@@ -65,7 +65,11 @@ def test_pipelines_of_replicas_equal_one_process():
 
 # The four tests below have ZeRO beside divided layers, each stage of it with and without divided tokens.
 def test_replicas_of_divided_layers_equal_one_process():
-    check(Sizes(data=2, tensor=2, microbatches=2), Sizes(data=2, tensor=2, zero=1))
+    check(
+        Sizes(data=2, tensor=2, microbatches=2),
+        Sizes(data=2, tensor=2, zero=1),
+        Sizes(data=2, tensor=2, zero=2, microbatches=2),
+    )
 
 
 def test_divided_layers_in_shards_of_zero_3_equal_one_process():
@@ -73,7 +77,10 @@ def test_divided_layers_in_shards_of_zero_3_equal_one_process():
 
 
 def test_replicas_of_divided_tokens_equal_one_process():
-    check(Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2))
+    check(
+        Sizes(data=2, tensor=2, sequence_parallel=True, microbatches=2),
+        Sizes(data=2, tensor=2, sequence_parallel=True, zero=1),
+    )
 
 
 def test_divided_tokens_and_gradients_in_shards_equal_one_process():

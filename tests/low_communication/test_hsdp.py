@@ -35,7 +35,7 @@ def named_hosts(cluster: Cluster, names: str) -> None:
     os.environ[VARIABLE] = names[cluster.rank]
 
 
-@pytest.mark.parametrize(("n", "shard_sizes"), [(2, [1, 2]), (3, [None]), (4, [2]), (6, [2])])
+@pytest.mark.parametrize(("n", "shard_sizes"), [(2, [1, 2]), (3, [None]), (4, [2]), (6, [2, 3])])
 def test_gradients_and_parameters_equal_one_process(n: int, shard_sizes: list[int | None]):
     def work(cluster: Cluster) -> None:
         odd = examples(cluster.world_size)
