@@ -149,7 +149,7 @@ class Trainer:
         else:
             self.model = BucketDataParallel(gpt)
         optimizer_class, settings, _ = OPTIMIZERS[optimizer]
-        self.optimizer = optimizer_class(self.model.parameters(), **{"lr": args.lr, **settings})
+        self.optimizer = optimizer_class(self.model.parameters(), lr=args.lr, **settings)
         if begin is not None and method != CORRECTED:
             self.optimizer.load_state_dict(begin[1])
         self.first = 0 if begin is None else WARM_UP
