@@ -68,10 +68,13 @@ TECHNIQUES = (
     Technique("overlap", "data_parallel_overlap"),
     Technique("buckets", "data_parallel_bucket_overlap"),
     Technique("DDP", "data_parallel_ddp"),
+    Technique("int8", "data_parallel_compressed", least=2),
+    Technique("PowerSGD", "data_parallel_compressed", "--compress powersgd", least=2),
     Technique("ZeRO 1", "zero1"),
     Technique("ZeRO 2", "zero2"),
     Technique("ZeRO 3", "zero3"),
     Technique("FSDP", "fsdp"),
+    Technique("HSDP", "hsdp", least=4),  # two machines of at least two ranks
     Technique("tensor", "tensor_parallel"),
     Technique("sequence", "sequence_parallel"),
     Technique("stages in turn", "pipeline_model_parallel", _STAGES, least=2),
@@ -80,6 +83,7 @@ TECHNIQUES = (
     Technique("interleaved", "pipeline_interleaved", _STAGES, least=2),
     Technique("ZB-H1", "pipeline_zero_bubble", _STAGES, least=2),
     Technique("ZB-V", "pipeline_zero_bubble", f"{_STAGES} --schedule zb_v", least=2),
+    Technique("DualPipeV", "pipeline_zero_bubble", f"{_STAGES} --schedule dualpipe_v", least=2),
     Technique("ring attention", "context_ring", "--length 48"),  # that of all other techniques
     Technique("all-to-all attention", "context_all_to_all", "--length 48"),
     EXPERTS,
