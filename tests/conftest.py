@@ -11,7 +11,6 @@ from hypothesis import settings
 
 from lab.ranks import forked
 from tests.browser import NAMES, Browser, find_chromium, processes_of
-from tests.passed import PASSED
 
 # Processes that tests start import this checkout, whichever one the environment was made for.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -61,14 +60,6 @@ def pytest_sessionstart(session):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.when == "call" and report.passed and not hasattr(item, "callspec"):
-        PASSED.add(item.function)
-    return report
 
 
 @pytest.fixture(scope="module")

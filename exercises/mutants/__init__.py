@@ -17,7 +17,7 @@ more whole lines, with any indentation, or a part of a line, and occurs once. Th
 
 The sentence says the symptom and, after a colon, the mistake. `symptom` is needed where its first part tells
 the mistake: each mutant is an exercise, too. The killer has no arguments. `cause` and `fails_with` may be
-tuples, of which one must be named (a race decides which). tests/test_mutants.py runs all mutants.
+tuples, of which one must be named (a race decides which). `make check-exercises` runs all mutants.
 """
 
 import functools

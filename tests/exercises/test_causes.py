@@ -28,7 +28,7 @@ def plain(got, expected) -> dict[int | None, Compared]:
     return {None: Compared("got == expected", {"": (got, expected)}, None, "==", is_plain=True)}
 
 
-# Other causes are those of mutants: tests/test_mutants.py shows that the checker names them.
+# Other causes are those of mutants: end_to_end/test_mutants.py shows that the checker names them.
 @pytest.mark.parametrize(
     "compared, words",
     [

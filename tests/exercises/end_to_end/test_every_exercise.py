@@ -82,7 +82,7 @@ NOT_ASKED = {
     ("open_moe", "expert_choices_counted_again"),  # to count the choices at all
     ("zero2", "zero2_buckets_add_up"),  # to free gradients before finish_gradient_sync()
 }
-# If an exercise's tests include the mutant's killer, tests/test_mutants.py has shown that it fails.
+# If an exercise's tests include the mutant's killer, test_mutants.py has shown that it fails.
 WRONG = [
     (exercise, mutant)
     for exercise in EXERCISES

@@ -16,7 +16,6 @@ from exercises.find_the_bug import implementation
 from exercises.mutants import Mutant, all_mutants
 from lab.ranks import RankError
 from lab.replace import replaced
-from tests.passed import PASSED
 
 MUTANTS = all_mutants()
 OURS = LESSON_PACKAGES | {"tests", "exercises", "benchmarks"}
@@ -53,7 +52,8 @@ def killer_of(mutant: Mutant) -> Callable[[], None]:
 
 def outcome(killer: Callable[[], None]) -> BaseException | None:
     try:
-        killer()
+        with without_new_results():
+            killer()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # pytest's own failures are no Exceptions
@@ -61,10 +61,7 @@ def outcome(killer: Callable[[], None]) -> BaseException | None:
     return None
 
 
-@functools.cache
-def outcome_without_a_mutant(killer: Callable[[], None]) -> BaseException | None:
-    """Once for all mutants that name it, and not again where pytest has just seen it pass."""
-    return None if killer in PASSED else outcome(killer)
+outcome_without_a_mutant = functools.cache(outcome)  # once for all mutants that name the killer
 
 
 def is_killed(mutant: Mutant, error: BaseException) -> bool:
@@ -87,14 +84,6 @@ def names_the_cause(mutant: Mutant, text: str) -> bool:
     return not mutant.cause or any(cause in text for cause in mutant.cause)
 
 
-def is_killed_at_once(mutant: Mutant, killer: Callable[[], None]) -> bool:
-    """Whether the mutant is killed, for the right reason, by a killer that has not run without it."""
-    with without_new_results(), replaced(mutant.target, implementation(mutant)):
-        error = outcome(killer)
-    is_right = error is not None and is_killed(mutant, error)
-    return is_right and names_the_cause(mutant, likely_cause_of(mutant, error))
-
-
 def judge(mutant: Mutant, wrong: Callable[..., object] | None = None) -> None:
     """Fail unless the killer passes without the mutant, and fails for the right reason with it."""
     killer, wrong = killer_of(mutant), wrong or implementation(mutant)
@@ -115,13 +104,8 @@ def judge(mutant: Mutant, wrong: Callable[..., object] | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_mutant_is_killed_by_the_test_it_names(name: str, request: pytest.FixtureRequest):
-    mutant = MUTANTS[name]
-    killer = killer_of(mutant)
-    # A killer that is a test of this run has to pass there. It is not run without the mutant a second time.
-    runs_anyhow = killer in {getattr(item, "function", None) for item in request.session.items}
-    if not (runs_anyhow and is_killed_at_once(mutant, killer)):
-        judge(mutant)
+def test_the_mutant_is_killed_by_the_test_it_names(name: str):
+    judge(MUTANTS[name])
 
 
 def test_a_text_that_is_not_once_in_the_lessons_code_is_an_error():
