@@ -98,7 +98,8 @@ def test_every_setting_shows_the_simulators_bubble_makespan_and_peak(browser, pa
     agree_with_the_simulator(browser, 2, 8, 0.5)
 
 
-def test_a_page_that_cannot_be_written_is_refused_in_a_sentence():
+def test_a_page_that_cannot_be_written_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr("pipeline_parallel.analysis.page.RANKS", (2,))  # fewer simulations
     with pytest.raises(SystemExit, match="No such file or directory"):
         main(Path("/no/such/folder/page.html"))
 

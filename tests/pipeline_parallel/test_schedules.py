@@ -87,14 +87,6 @@ def test_zb_h1_puts_off_the_weight_gradients_by_as_many_backwards_as_the_ranks_n
     )
 
 
-def test_zb_v_turns_round_on_the_last_rank():
-    assert zb_v(2, 3) == written(
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
-        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
-    )
-    assert zb_v(2, 1) == written("0F0 3F0 3I0 3W0 0I0 0W0", "1F0 2F0 2I0 2W0 1I0 1W0")
-
-
 @given(some_ranks, some_microbatches)
 def test_clock_cycles_are_gpipes_forwards_as_soon_as_they_can_be(stages: int, microbatches: int):
     ticks = list(clock_cycles(microbatches, stages))

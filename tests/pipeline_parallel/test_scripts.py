@@ -23,7 +23,7 @@ from training.run import Run
 
 forked.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
 
-SHORT = ("--steps", "2", "--batch-size", "4", "--microbatches", "4", "--layers", "4", "--size", "tiny")
+SHORT = ("--steps", "1", "--batch-size", "4", "--microbatches", "4", "--layers", "4", "--size", "tiny")
 MODES = {
     "naive": ("pipeline_model_parallel",),
     "gpipe": ("pipeline_afab",),
@@ -62,7 +62,7 @@ def test_a_report_has_what_the_schedule_holds_and_how_long_ranks_are_idle():
 
 
 def test_the_metronome_replaces_computing_and_takes_no_less_than_the_formula_and_a_slow_link_more():
-    clock = ("--metronome", "5ms")
+    clock = ("--metronome", "2ms")
 
     def reports(cluster: Cluster) -> tuple[list[dict], dict]:
         slow = run(cluster, "1f1b", *clock, "--link", "1gbit,8ms")
@@ -70,11 +70,11 @@ def test_the_metronome_replaces_computing_and_takes_no_less_than_the_formula_and
 
     fast, slow = run_ranks(reports, 2)[0]
     for name, one in zip(MODES, fast, strict=True):
-        formula = theory.makespan(name, 2, 4, stages_per_rank(name), 0.005, 0.005, 0.005)
+        formula = theory.makespan(name, 2, 4, stages_per_rank(name), 0.002, 0.002, 0.002)
         assert one["makespan_seconds"] >= 0.97 * formula, name
         assert "activations_bytes" not in one and one["first_loss"] is None
         assert one["bytes_sent"] == one["bytes_formula"]
-    formula = theory.makespan("1f1b", 2, 4, 1, 0.005, 0.005, 0.005)
+    formula = theory.makespan("1f1b", 2, 4, 1, 0.002, 0.002, 0.002)
     assert slow["makespan_seconds"] > formula + 0.014  # an activation, and a gradient back
 
 
@@ -113,8 +113,8 @@ def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
         assert [microbatches_held(events, rank) for rank in range(2)] == simulate(table, used).peak_held
 
 
-def test_stages_are_balanced_on_request_and_arguments_that_make_no_sense_are_refused_in_a_sentence():
-    def work(cluster: Cluster) -> list[float]:
+def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
+    def work(cluster: Cluster) -> None:
         for name, *options, sentence in (
             ("1f1b", "--microbatches", "3", "--microbatches 3 must divide --batch-size 4"),
             ("1f1b", "--microbatches", "0", "--microbatches 0: there must be at least 1"),
@@ -125,41 +125,33 @@ def test_stages_are_balanced_on_request_and_arguments_that_make_no_sense_are_ref
         ):
             with pytest.raises(WorkbookError, match=sentence):
                 run(cluster, name, *options)
-        balances = ("layers", "parameters")
-        return [run(cluster, "1f1b", "--balance", balance)["last_loss"] for balance in balances]
 
-    losses = run_ranks(work, 2)[0]
-    assert losses == pytest.approx([losses[0]] * 2)
+    run_ranks(work, 2)
 
 
-def train_until_one_fails(
-    cluster: Cluster, environments: list[dict[str, object]], name: str, how: str
-) -> None:
+def train_until_one_dies(cluster: Cluster, environments: list[dict[str, object]]) -> None:
     set_variables(environments[cluster.rank])
     steps, step = 0, Run.step
 
-    def until_it_fails(self: Run):
+    def until_it_dies(self: Run):
         nonlocal steps
         steps += 1
-        if cluster.rank == 2 and steps == 3 and how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if cluster.rank == 2 and steps == 3:
-            raise WorkbookError("The disk is full.")
+            os.kill(os.getpid(), signal.SIGKILL)
         return step(self)
 
-    with mock.patch.object(Run, "step", until_it_fails), joined() as place:
-        run(place, name, "--steps", "5")
+    with mock.patch.object(Run, "step", until_it_dies), joined() as place:
+        run(place, "1f1b", "--steps", "5")
 
 
-@pytest.mark.parametrize("name, how", [("1f1b", "killed"), ("1f1b", "failed"), ("gpipe", "killed")])
-def test_a_rank_that_ends_is_named_by_all_others_at_once_and_not_their_neighbour(name, how, capfd):
+def test_a_rank_that_dies_is_named_by_all_others_at_once_and_not_their_neighbour(capfd):
     environments = places([0, 1, 2, 3], 4, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
     options = {"backend": None, "collect_failures": True, "timeout": 30}
-    run_ranks(train_until_one_fails, 4, environments, name, how, **options)
+    run_ranks(train_until_one_dies, 4, environments, **options)
     lines = capfd.readouterr().err.splitlines()
-    ended = "rank 2 has died, so look for" if how == "killed" else "rank 2 has failed: The disk is full."
     for rank in (0, 1, 3):
-        assert any(line.startswith(f"[rank {rank}]") and ended in line for line in lines), (rank, lines)
+        died = [line for line in lines if line.startswith(f"[rank {rank}]") and "rank 2 has died" in line]
+        assert died, (rank, lines)
 
 
 def test_microbatches_and_metronome_go_by_the_tutorials_names_too():
