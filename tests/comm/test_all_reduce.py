@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 
-import pytest
 import torch
 
 from comm import collectives
@@ -33,12 +32,13 @@ def bits(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("n", [3, 4])
-def test_an_all_reduce_is_bitwise_the_same_on_every_rank(n: int):
+def test_an_all_reduce_is_bitwise_the_same_on_every_rank():
+    n = 3
+
     def reduce_all(cluster) -> list[str]:
         results = []
         for pattern, dtype, op in itertools.product(
-            ALL_REDUCE, (torch.float32, torch.bfloat16, torch.float64), ("sum", "mean", "product")
+            ALL_REDUCE, (torch.float32, torch.bfloat16), ("sum", "mean", "product")
         ):
             inputs = [
                 torch.randn(1003, generator=torch.Generator().manual_seed(p)).to(dtype) for p in range(n)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from comm import collectives
 from comm.transport.streams import transports_of
@@ -12,7 +10,6 @@ from lab.ranks import run_ranks
 from tests.comm.collective_cases import (
     ALL,
     DTYPES,
-    LAYOUTS,
     OURS,
     REDUCING,
     REDUCTIONS,
@@ -25,20 +22,18 @@ from tests.comm.collective_cases import (
 )
 from tests.comm.helpers import over, short_segments
 
-TRANSPORTS = ("auto", "gloo", "sockets", "tcp", "shared_memory")
-
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_every_pattern_equals_the_reference_at_every_size(n: int):
     with short_segments(32):  # 101 elements are several segments to each rank
-        assert min(run_ranks(run_cases, n, varied(ALL, n, (0, 1, n - 1, n + 1, 4 * n, 101)))) > 100
+        assert min(run_ranks(run_cases, n, varied(ALL, n, (0, n - 1, n + 1, 101)))) > 80
 
 
 @pytest.mark.parametrize(("transport", "n"), [("sockets", 3), ("tcp", 4), ("gloo", 4)])
 def test_every_pattern_equals_the_reference_over_every_transport(transport: str, n: int):
-    cases = varied(OURS, n, (0, 1, n + 1, 101))
+    cases = varied(OURS, n, (0, n + 1, 101))
     with short_segments(32):
-        assert min(run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)) > 60
+        assert min(run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)) > 50
 
 
 def test_messages_travel_as_the_transport_says():
@@ -68,42 +63,16 @@ def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_get_it(tr
 
 @pytest.mark.parametrize("pattern", sorted({pattern for _, pattern in ALL}))
 def test_every_reduction_is_right_in_every_dtype(pattern: str):
+    """The ring does each reduction in each dtype. The others share its arithmetic."""
+    each = [(dtype, reduction) for dtype in DTYPES for reduction in REDUCTIONS]
+    some = [*((dtype, "sum") for dtype in DTYPES), *((torch.float32, reduction) for reduction in REDUCTIONS)]
     cases = [
         Case(op, pattern, 7, dtype, reduction, root=1, seed=3)
         for op in REDUCING
         if (op, pattern) in ALL
-        for dtype in DTYPES
-        for reduction in REDUCTIONS
+        for dtype, reduction in (each if pattern in ("ring", "torch") else some)
     ]
     run_ranks(run_cases, 3, cases)
-
-
-cases_of_any_kind = st.builds(
-    lambda op_and_pattern, **others: Case(*op_and_pattern, **others),
-    st.sampled_from(ALL),
-    numel=st.integers(0, 90),
-    dtype=st.sampled_from(DTYPES),
-    reduction=st.sampled_from(REDUCTIONS),
-    root=st.integers(0, 4),
-    layout=st.sampled_from(LAYOUTS),
-    seed=st.integers(0, 99),
-)
-
-
-# Not shrunk: the error names the case.
-@settings(max_examples=6, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(
-    n=st.sampled_from(WORLD_SIZES),
-    transport=st.sampled_from(TRANSPORTS),
-    segment_bytes=st.integers(16, 200),
-    cases=st.lists(cases_of_any_kind, min_size=10, max_size=30),
-)
-def test_any_sequence_of_collectives_equals_the_reference(
-    n: int, transport: str, segment_bytes: int, cases: list[Case]
-):
-    cases = [Case(**{**vars(case), "root": case.root % n}) for case in cases]
-    with short_segments(segment_bytes):
-        run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)
 
 
 def test_tensors_of_any_shape_keep_it():

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,7 +14,6 @@ from comm.transport.choice import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
-from tests.comm.places import places
 
 linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
@@ -40,7 +37,7 @@ def sentence(text: str) -> str:
 
 @pytest.mark.parametrize(
     ("pattern", "transport"),
-    [("ring", "auto"), ("tree", "sockets"), ("halving_doubling", "gloo"), ("torch", "gloo")],
+    [("ring", "auto"), ("tree", "sockets"), ("torch", "gloo")],
 )
 def test_a_rank_that_dies_before_an_all_reduce_is_named_by_those_who_meet_it(pattern: str, transport: str):
     def one_dies(cluster) -> None:
@@ -88,7 +85,7 @@ def test_a_rank_that_dies_while_its_messages_are_on_their_way_is_an_error_and_ne
         text = error_text(lambda: all_reduce(x, pattern="flat"))
         return text or f"values {sorted(set(x.tolist()))}"
 
-    texts = outcomes(lambda cluster: over(transport, cluster, one_dies), 3, group_timeout=20)
+    texts = outcomes(lambda cluster: over(transport, cluster, one_dies), 3)
     for rank in (0, 2):
         assert "has died or left" in texts[rank] or texts[rank] == "values [9.0]", texts[rank]
 
@@ -128,25 +125,3 @@ def test_mismatches_leave_no_connection_and_no_memory_behind():
 
     for counts in run_ranks(open_files, 3):
         assert len(set(counts[1:])) == 1
-
-
-ENDS_TOO_EARLY = """
-import torch
-from comm.point_to_point import isend
-from comm.rendezvous import join, leave
-cluster = join()
-transfer = isend(torch.ones(10), 1 - cluster.rank)  # no rank receives it
-leave(cluster)
-"""
-
-
-def test_a_program_that_ends_with_a_message_on_its_way_ends_without_a_crash():
-    ranks = []
-    for environment in places([0, 1], 2):
-        variables = os.environ | {name: str(value) for name, value in environment.items()}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", ENDS_TOO_EARLY], env=variables, stderr=subprocess.PIPE)
-        )
-    for rank in ranks:
-        _, said = rank.communicate(timeout=50)
-        assert rank.returncode == 0, said.decode()

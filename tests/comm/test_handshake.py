@@ -82,7 +82,7 @@ def wrong_calls(rank: int) -> list[tuple[Callable[[], object], str]]:
     ]
 
 
-@pytest.mark.parametrize("transport", ["auto", "sockets", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_calls_that_do_not_fit_end_in_the_same_sentence_on_all_ranks(transport: str):
     def differ(cluster) -> list[str]:
         use_transport(transport)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.comm.places import places
 from tests.lab.processes import is_alive, session, wait_until
 
 SLEEPERS = """
@@ -83,3 +84,25 @@ def test_nothing_is_left_behind_after_ctrl_c_or_when_the_parent_is_killed(tmp_pa
         for process in runs.values():
             process.kill()
             process.wait()
+
+
+ENDS_TOO_EARLY = """
+import torch
+from comm.point_to_point import isend
+from comm.rendezvous import join, leave
+cluster = join()
+transfer = isend(torch.ones(10), 1 - cluster.rank)  # no rank receives it
+leave(cluster)
+"""
+
+
+def test_a_program_that_ends_with_a_message_on_its_way_ends_without_a_crash():
+    ranks = []
+    for environment in places([0, 1], 2):
+        variables = os.environ | {name: str(value) for name, value in environment.items()}
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", ENDS_TOO_EARLY], env=variables, stderr=subprocess.PIPE)
+        )
+    for rank in ranks:
+        _, said = rank.communicate(timeout=50)
+        assert rank.returncode == 0, said.decode()
