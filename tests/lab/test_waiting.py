@@ -5,7 +5,6 @@ import torch
 
 from comm.collectives import all_reduce
 from comm.point_to_point import recv, send
-from comm.wire.wire import Wire
 from lab.ranks import RankError, run_ranks
 from lab.ranks.waiting import Wait, chain
 
@@ -17,9 +16,9 @@ def test_a_cycle_is_found_before_the_longest_chain(peers, ranks):
     assert chain({rank: Wait("receive from", peer) for rank, peer in peers.items()}) == ranks
 
 
-def report_of(work) -> str:
+def report_of(work, **options: float) -> str:
     with pytest.raises(RankError) as error:
-        run_ranks(work, 2, timeout=2)
+        run_ranks(work, 2, **options)
     return str(error.value).splitlines()[-1].strip()
 
 
@@ -30,7 +29,7 @@ def test_two_ranks_that_send_first_are_drawn_as_a_cycle():
 
     first, second = "rank 0 waits to send 40 bytes to rank 1", "rank 1 waits to send 40 bytes to rank 0"
     cycle = "a cycle, in which each rank waits for the next: "
-    assert report_of(work) == f"{cycle}{first} -> {second}"
+    assert report_of(work, timeout=60, look_every=0.3) == f"{cycle}{first} -> {second}"
 
 
 def test_a_rank_that_never_comes_to_a_collective_is_named_with_what_the_other_waits_for():
@@ -39,9 +38,4 @@ def test_a_rank_that_never_comes_to_a_collective_is_named_with_what_the_other_wa
             all_reduce(torch.ones(4), pattern="ring", async_op=True).wait()  # on a thread of its own
 
     waits = "rank 0 keeps the others waiting: rank 1 waits to receive a header from rank 0 in all_reduce"
-    assert report_of(calls_alone) == waits
-
-    def receives_first(cluster) -> None:
-        Wire(None, "all_gather", "ring").irecv(torch.empty(2), 1 - cluster.rank).wait()
-
-    assert "rank 0 waits to receive 8 bytes from rank 1 in all_gather" in report_of(receives_first)
+    assert report_of(calls_alone, timeout=2) == waits
