@@ -147,7 +147,8 @@ def _bug(mutant: Mutant) -> Bug:
         mistake=mutant.sentence,
     )
     right, wrong = definition(draft, draft.target), _wrong_function(draft)
-    difficulty = 1 + sum(len(_lines(wrong)) + len(_changes(wrong, right)) > most for most in MOST_LINES)
+    size = len(_lines(wrong)) + len(_changes(wrong, right))
+    difficulty = 1 + sum(size > most for most in MOST_LINES)
     lesson = draft.lesson.stem.removeprefix("train_")
     first = _FIRST | _FIRST_IN_A_FILE
     new = {

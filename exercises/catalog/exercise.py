@@ -1,5 +1,6 @@
 """Describe one exercise: which part of a lesson is taken out, which tests grade it, and what helps."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +55,8 @@ class Exercise:
 
     @property
     def module(self) -> str:
-        """The dotted name of the lesson's file: the longest part of `target` that is a file."""
-        parts = self.target.split(".")
-        for cut in range(len(parts) - 1, 0, -1):
-            if ROOT.joinpath(*parts[:cut]).with_suffix(".py").is_file():
-                return ".".join(parts[:cut])
-        raise LookupError(f"{self.name}: there is no lesson file for {self.target}.")
+        """The dotted name of the lesson's file."""
+        return module_of(self.target)
 
     @property
     def lesson(self) -> Path:
@@ -88,6 +85,16 @@ class Exercise:
     def folder(self) -> str:
         """The lesson's folder, such as comm."""
         return self.target.partition(".")[0]
+
+
+@functools.cache
+def module_of(target: str) -> str:
+    """Return the dotted name of the lesson's file of a target: the longest part of it that is a file."""
+    parts = target.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        if ROOT.joinpath(*parts[:cut]).with_suffix(".py").is_file():
+            return ".".join(parts[:cut])
+    raise LookupError(f"there is no lesson file for {target}.")
 
 
 def name_of(target: str) -> str:

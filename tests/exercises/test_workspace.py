@@ -1,20 +1,28 @@
 """The commands: progress survives, hints open one by one, and a reset loses nothing."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
+from exercises import commands
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.checker.grade import Grade
 from exercises.commands import chosen, main, tell_next
 from exercises.find_the_bug import bugs
 from exercises.generate import generated
 from exercises.workspace import Workspace
+from lab.cluster import Cluster
+from lab.ranks import run_ranks
+from lab.replace import replaced
 from tests.exercises.in_process import solved
 
 FIRST, SECOND = EXERCISES[:2]
@@ -133,30 +141,35 @@ def test_what_was_handed_in_is_graded_with_credit_and_the_graders_progress_stays
 
 
 def test_watching_grades_each_save_and_ctrl_c_ends_it(space):
-    # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "import sys; from exercises.commands import main; from exercises.workspace import Workspace\n"
-    code += f"from pathlib import Path; sys.exit(main(['watch'], Workspace(Path({str(space.folder)!r}))))"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    watching = subprocess.Popen([sys.executable, "-u", "-c", code], cwd=ROOT, **pipes)
-    try:
-        for said in (f"Watching {space.file(FIRST)}", "Grading", "is not written yet", "Ctrl-C ends"):
-            assert said in watching.stdout.readline()
-        space.file(FIRST).write_text("def (\n")
-        for said in ("Grading", "is not Python", "Ctrl-C ends"):
-            assert said in watching.stdout.readline()
-        time.sleep(0.1)
-        os.kill(watching.pid, signal.SIGINT)
-        out, err = watching.communicate(timeout=20)
-        assert watching.returncode == 0
-        assert out.endswith("\nStopped watching.\n") and "Traceback" not in out + err
-    finally:
-        watching.kill()
+    def watch(cluster: Cluster, folder: Path) -> tuple[int, str]:
+        shown, file = io.StringIO(), Workspace(folder).file(FIRST)
+
+        def learn() -> None:
+            for text in ("def (\n", None):
+                before = shown.getvalue().count("Ctrl-C ends")
+                while shown.getvalue().count("Ctrl-C ends") == before:
+                    time.sleep(0.01)
+                file.write_text(text) if text else os.kill(os.getpid(), signal.SIGINT)
+
+        # A shell starts background jobs with Ctrl-C ignored, and their processes inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with redirect_stdout(shown), replaced("exercises.commands.warm_up", lambda exercise: None):
+            threading.Thread(target=learn, daemon=True).start()
+            code = main(["watch"], Workspace(folder))
+        return code, shown.getvalue()
+
+    [(code, shown)] = run_ranks(watch, 1, space.folder, backend=None)
+    words = (f"Watching {space.file(FIRST)}", "Grading", "is not written yet", "Ctrl-C ends")
+    words += ("Grading", "is not Python", "Ctrl-C ends")
+    for said, line in zip(words, shown.splitlines(), strict=False):
+        assert said in line
+    assert code == 0 and shown.endswith("\nStopped watching.\n")
 
 
-def test_after_a_pass_it_names_what_may_be_opened_and_the_next_exercise(space, capsys):
+def test_after_a_pass_it_names_what_may_be_opened_and_the_next_exercise(space, capsys, monkeypatch):
     exercise, other = BY_NAME["tree_broadcast"], BY_NAME["binomial_tree"]
     space.open(exercise).write_text(solved(exercise))
+    monkeypatch.setattr(commands, "grade", lambda exercise, file, tell: passed(exercise.name))
     assert main(["watch", exercise.name], space) == 0
     out = capsys.readouterr().out
     assert "solution tree_broadcast" in out and f"Open comm/algorithms/tree.py after {other.name}." in out
