@@ -26,16 +26,14 @@ def entrypoint(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("mode", "script", "what"), MODES)
-def test_every_mode_names_a_script_that_exists_and_says_what_it_is(mode, script, what):
-    assert (ROOT / script).is_file()
-    assert len(what) > 20
+def test_every_mode_names_a_script_that_exists_and_says_what_it_is():
+    for _, script, what in MODES:
+        assert (ROOT / script).is_file() and len(what) > 20, script
 
 
-@pytest.mark.parametrize("env", [{}, {"RUN_MODE": ""}, {"RUN_MODE": "no_such_lesson"}, {"RUN_MODE": "q.*"}])
-@pytest.mark.parametrize("torchrun", [{}, {"TORCHRUN": "echo"}])
-def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env, torchrun):
-    done = entrypoint(**env, **torchrun)
+@pytest.mark.parametrize("env", [{"TORCHRUN": "echo"}, {"RUN_MODE": ""}, {"RUN_MODE": "q.*"}])
+def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env):
+    done = entrypoint(**env)
     assert done.returncode == 2
     assert done.stdout == ""
     first, *listed = done.stderr.splitlines()
@@ -84,7 +82,7 @@ def test_of_nodes_with_the_same_settings_the_first_says_what_is_wrong_and_all_ex
     assert "only 8 nodes" in entrypoint(**five | {"WORLD_SIZE": "9"}, COMPOSE_PROFILES="more").stderr
 
 
-@pytest.mark.parametrize("world_size", ["0", "-1", "two", "2.5", "04", "1 2"])
+@pytest.mark.parametrize("world_size", ["0", "-1", "two", "04", "1 2"])
 def test_a_world_size_that_is_no_positive_number_is_refused(entrypoint, world_size):
     done = entrypoint(RUN_MODE="comm", WORLD_SIZE=world_size, TORCHRUN="echo")
     assert (done.returncode, done.stdout) == (2, "")
@@ -94,21 +92,21 @@ def test_a_world_size_that_is_no_positive_number_is_refused(entrypoint, world_si
 
 @pytest.mark.parametrize(
     "setting",
-    [{"LINK": link} for link in ("100", "mbit", "0mbit", "-1mbit", "fast", "100mbit;id", "1 gbit", "100mb")]
-    + [{"LINK_DELAY": delay} for delay in ("2", "ms", "2m", "-2ms", "2ms loss 5%")],
+    [{"LINK": link} for link in ("100", "mbit", "0mbit", "-1mbit", "100mbit;id", "1 gbit")]
+    + [{"LINK_DELAY": delay} for delay in ("2", "2m", "-2ms", "2ms loss 5%")],
 )
-def test_a_link_that_makes_no_sense_is_refused_by_every_rank(entrypoint, setting):
-    for rank in ("0", "3"):  # the second is not needed, and still says what is wrong
-        done = entrypoint(RUN_MODE="comm", RANK=rank, WORLD_SIZE="2", **setting)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.count("\n") == 1
-        assert next(iter(setting)) in done.stderr
+def test_a_link_that_makes_no_sense_is_refused_also_by_a_rank_that_is_not_needed(entrypoint, setting):
+    done = entrypoint(RUN_MODE="comm", RANK="3", WORLD_SIZE="2", **setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert next(iter(setting)) in done.stderr
 
 
-@pytest.mark.parametrize("setting", [{"LINK": "100mbit"}, {"LINK": "1.5Gbit"}, {"LINK_DELAY": "0.5ms"}])
-@pytest.mark.parametrize("torchrun", [{}, {"TORCHRUN": "echo"}])
-def test_outside_a_container_no_link_is_shaped(entrypoint, setting, torchrun):
-    done = entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="1", **setting, **torchrun)
+@pytest.mark.parametrize(
+    "setting", [{"LINK": "1.5Gbit"}, {"LINK_DELAY": "0.5ms"}, {"LINK": "100mbit", "TORCHRUN": "echo"}]
+)
+def test_outside_a_container_no_link_is_shaped(entrypoint, setting):
+    done = entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="1", **setting)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
     assert "links of containers only" in done.stderr

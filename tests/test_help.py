@@ -1,5 +1,6 @@
 """The help of every script: each option says what it is, numbers in which unit, choices in one order."""
 
+import functools
 import re
 import warnings
 from argparse import Action
@@ -17,6 +18,7 @@ NAMES = [mode for mode, _, _ in MODES]
 COUNTS_OR_HAS_A_UNIT = re.compile(r"\b[Nn]umber\b|\bMiB\b")
 
 
+@functools.cache
 def options_of(mode: str) -> list[Action]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -30,20 +32,15 @@ def help_of(option: Action) -> str:
 
 
 @pytest.mark.parametrize("mode", NAMES)
-def test_every_option_says_in_a_sentence_what_it_is(mode: str):
+def test_every_option_says_in_a_sentence_what_it_is_and_a_number_what_it_counts_or_its_unit(mode: str):
     options = options_of(mode)
     assert options
     for option in options:
         name, text = option.option_strings[-1], help_of(option)
         assert len(text.split()) >= 4, name
         assert text[0].isupper() and text.endswith("."), name
-
-
-@pytest.mark.parametrize("mode", NAMES)
-def test_the_help_of_a_number_says_what_it_counts_or_its_unit(mode: str):
-    for option in options_of(mode):
         if re.search("INT|FLOAT", str(option.metavar)):
-            assert COUNTS_OR_HAS_A_UNIT.search(help_of(option)), option.option_strings
+            assert COUNTS_OR_HAS_A_UNIT.search(text), name
 
 
 @pytest.mark.parametrize("mode", NAMES)
