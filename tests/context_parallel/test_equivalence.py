@@ -105,7 +105,7 @@ def test_attention_and_its_gradients_equal_one_process_under_any_mask(n: int):
 def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token(n: int):
     def work(cluster: Cluster) -> None:
         for length in (1, 5):
-            for variant in VARIANTS:
+            for variant in (RING, CONTIGUOUS_RING, ALL_TO_ALL):
                 compare_with_one_process(cluster, variant, length, steps=1, num_layers=1)
         if n == 4:
             assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
@@ -119,23 +119,27 @@ def checkpoint_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_training_equals_one_process(n: int):
+    """On two ranks also all variants, other models, frozen parameters and recomputed blocks."""
+
     def work(cluster: Cluster) -> None:
+        for variant in (RING, ALL_TO_ALL):
+            compare_with_one_process(cluster, variant, 17, backwards=2, num_layers=1)
+        if n != 2:
+            return
         frozen = ("token_embedding", "blocks.0.attention.k_proj", "blocks.1.mlp", "final_norm")
         for variant in VARIANTS:
-            compare_with_one_process(cluster, variant, 17, backwards=2)
-            compare_with_one_process(cluster, variant, 24, num_kv_heads=n, tied=False, num_layers=1)
+            compare_with_one_process(cluster, variant, 12, frozen=frozen, num_kv_heads=n, tied=False)
         for variant in (RING, ALL_TO_ALL):
-            compare_with_one_process(cluster, variant, 12, frozen=frozen)
             compare_with_one_process(cluster, variant, 10, steps=1, change=checkpoint_blocks)
 
     run_ranks(work, n)
 
 
 def test_four_ranks_keep_at_most_0_30_of_one_processs_activations():
-    config = GPTConfig(vocab_size=32, block_size=4096, num_layers=2, num_heads=4, width=16)
-    tokens = torch.randint(32, (1, 4096))
+    config = GPTConfig(vocab_size=32, block_size=1024, num_layers=2, num_heads=4, width=16)
+    tokens = torch.randint(32, (1, 1024))
 
     def kept(cluster: Cluster) -> list[int]:
         found = []

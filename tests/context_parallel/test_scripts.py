@@ -11,7 +11,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.run_modes import train
 
-SHORT = ("--steps", "2", "--batch-size", "2", "--size", "tiny", "--seed", "1", "--length", "40")
+SHORT = ("--steps", "2", "--batch-size", "2", "--size", "tiny", "--seed", "1", "--length", "20")
 
 
 def report(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
@@ -64,6 +64,6 @@ def test_invalid_arguments_are_refused_in_one_sentence_on_all_ranks(tmp_path):
                 report(cluster, mode, "--length", length, "--checkpoint", str(folder))
         assert not folder.exists()
         with pytest.raises(WorkbookError, match=heads):
-            report(cluster, "context_all_to_all", "--length", "40")
+            report(cluster, "context_all_to_all", "--length", "20")
 
     run_ranks(refuse, 3)

@@ -80,5 +80,5 @@ def naive_gpt(moe: MoEConfig, num_ranks: int, **changes: Any) -> GPT:
 
 def text() -> tuple[Tensor, Tensor]:
     """Return a global batch that 1 to 4 ranks can divide."""
-    tokens = torch.randint(31, (12, 5), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(31, (12, 3), generator=torch.Generator().manual_seed(2))
     return tokens[:, :-1], tokens[:, 1:]

@@ -26,13 +26,11 @@ def test_two_ranks_have_the_gradients_of_one_process():
 
 
 def test_the_rank_of_an_expert_changes_neither_its_weights_nor_its_gradients():
-    def work(cluster: Cluster) -> list[str]:
-        return [
-            compare_with_one_process(cluster, MoEConfig(6, 1)),
-            compare_with_one_process(cluster, MoEConfig(6, 2, capacity=1.0, shared=True), balance="aux"),
-        ]
+    def work(cluster: Cluster) -> str:
+        moe = MoEConfig(6, 2, capacity=1.0, shared=True)
+        return compare_with_one_process(cluster, moe, balance="aux", steps=1)
 
-    assert len({tuple(digests) for n in (1, 2, 3) for digests in run_ranks(work, n)}) == 1
+    assert len({digest for n in (1, 2, 3) for digest in run_ranks(work, n)}) == 1
 
 
 def test_an_expert_is_averaged_over_its_replicas_only():
@@ -74,7 +72,6 @@ def test_the_bias_moves_by_the_counts_of_all_ranks():
 def test_tokens_choose_no_expert_of_a_rank():
     def work(cluster: Cluster) -> None:
         compare_with_one_process(cluster, MoEConfig(8, 2), without_tokens=(4, 5))  # all experts of rank 2
-        compare_with_one_process(cluster, MoEConfig(8, 2), expert_ranks=2, without_tokens=(4, 5, 6, 7))
 
     run_ranks(work, 4)
 
@@ -83,7 +80,7 @@ def test_all_options_together():
     def work(cluster: Cluster) -> None:
         moe = MoEConfig(8, 2, 1.0, shared=True)
         compare_with_one_process(cluster, moe, 2, balance="bias", tied=False)
-        compare_with_one_process(cluster, moe, 2, balance="aux", frozen=("router", "shared"))
+        compare_with_one_process(cluster, moe, 2, balance="aux", frozen=("router", "shared"), steps=1)
 
     run_ranks(work, 4)
 

@@ -9,7 +9,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.run_modes import train
 
-SHORT = ("--steps", "3", "--batch-size", "4", "--size", "tiny", "--seed", "1")
+SHORT = ("--steps", "2", "--batch-size", "4", "--size", "tiny", "--seed", "1")
 
 
 def report(cluster: Cluster, *options: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_a_run_resumes_on_another_number_of_ranks_with_its_biases(tmp_path):
     options = ("--balance", "bias", "--bias-rate", "0.01", "--shared", "--checkpoint", str(tmp_path / "new"))
 
     def first(cluster: Cluster) -> None:
-        report(cluster, *options, "--steps", "2", "--expert-ranks", "2")
+        report(cluster, *options, "--steps", "1", "--expert-ranks", "2")
 
     run_ranks(first, 4)
     [in_two_parts, _] = run_ranks(lambda cluster: report(cluster, *options, "--resume"), 2)
