@@ -58,6 +58,7 @@ RANKS = 4
 WARM_UP = 128  # steps before all methods
 BATCH = 8  # windows of text in a step, over all ranks: few, so that a step is mostly sending
 MOST = 3  # times the steps of bucket overlap
+REPEATS = 3  # of the rounds in which the time of a step is measured
 LINKS = ("200mbit", "1gbit", "loopback")
 CORRECTED = "topk-momentum"
 METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
@@ -214,22 +215,20 @@ def curve_of(
 
 
 def seconds_of_step(cluster: Cluster, method: str, args: Args, links: list[str]) -> dict[str, float]:
-    """Return the mean seconds of a step on each link, over rounds; the slowest rank's."""
-    trainer, found = Trainer(cluster, method, args, 0), {}
-    for _ in range(2):  # the first steps warm up
+    """Return the seconds of a step on each link: a median of means over rounds, of the slowest rank."""
+    trainer, found = Trainer(cluster, method, args, 0), {link: [] for link in links}
+    while trainer.steps < 2 or trainer.steps % trainer.round:  # the first steps warm up
         trainer.step()
-    for link in links:
-        while trainer.steps % trainer.round:
-            trainer.step()
+    number = trainer.round * -(-8 // trainer.round)
+    for link in links * REPEATS:
         slow_link.use(None if link == "loopback" else slow_link.parse(link))
-        number = trainer.round * -(-8 // trainer.round)
         with slow_link.slowed(None):
             barrier()
         start = time.perf_counter()
         for _ in range(number):
             trainer.step()
-        found[link] = max(exchange(time.perf_counter() - start)) / number
-    return found
+        found[link].append(max(exchange(time.perf_counter() - start)) / number)
+    return {link: statistics.median(seconds) for link, seconds in found.items()}
 
 
 def steps_to(curve: Curve, goal: float) -> float:
@@ -309,15 +308,17 @@ def show(rows: Rows, args: Args) -> None:
 
 
 def draw(curves: dict[str, tuple[Curve, float]], seconds: dict[str, dict[str, float]], path: Path) -> None:
-    """Draw loss against steps, bytes, and seconds on the two slow links."""
+    """Draw loss against steps, bytes, and seconds on the two slow links; dashed if ranks train alone."""
     figure = Figure(figsize=(15, 4.5), layout="constrained")
     panels = figure.subplots(1, 4, sharey=True)
-    for method, (curve, _) in curves.items():
+    for number, (method, (curve, _)) in enumerate(curves.items()):
+        color = "black" if method == "bucket_overlap" else f"C{number}"
+        sparse = bool(METHODS[method].get("sync_every"))
         steps, losses, sent = zip(*curve, strict=True)
         along = [steps, [num_bytes / 1e6 for num_bytes in sent]]
         along += [[number * seconds[method][link] for number in steps] for link in LINKS[:2]]
         for axes, x in zip(panels, along, strict=True):
-            axes.plot(x, losses, label=method, linewidth=1)
+            axes.plot(x, losses, "--" if sparse else "-", color=color, label=method, linewidth=1.2)
     names = ["steps", "MB that a rank has sent", *(f"seconds at {link}" for link in LINKS[:2])]
     for axes, name in zip(panels, names, strict=True):
         axes.set_xlabel(name)
