@@ -4,6 +4,7 @@ from exercises.mutants import mutant
 
 NARRATED = "tests/data_parallel/test_narrated.py::"
 EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
+BEHAVIOUR = "tests/data_parallel/test_behaviour.py::"
 OVERLAP = "tests/data_parallel/test_overlap.py::"
 SAMPLER = "tests/data_parallel/test_sampler.py::"
 
@@ -78,7 +79,7 @@ mutant(
             "    broadcast(tensor.data, root=0, group=group)"
         ): "",
     },
-    killer=EQUIVALENCE + "test_ranks_start_from_rank_0s_parameters_and_buffers",
+    killer=BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
     cause="broadcast missing",
 )
 
@@ -162,7 +163,7 @@ mutant(
             "    broadcast(tensor.data, root=0, group=group)"
         ): "",
     },
-    killer=EQUIVALENCE + "test_ranks_start_from_rank_0s_parameters_and_buffers",
+    killer=BEHAVIOUR + "test_naive_has_the_gradients_of_one_process",
     cause="broadcast missing",
     symptom="The loss falls on each rank, but the replicas never agree.",
 )

@@ -70,7 +70,7 @@ WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}
 
 
 class Odd(nn.Module):
-    """A model with odd shapes and strides, frozen and unused layers, and branches that few examples take."""
+    """A model with odd shapes and strides, a tied weight, frozen and unused layers, and rare branches."""
 
     leaves_unused = True
 
@@ -80,6 +80,7 @@ class Odd(nn.Module):
         self.first, self.frozen, self.last = nn.Linear(7, 5), nn.Linear(5, 5), nn.Linear(5, 3)
         self.early, self.late, self.never = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(3, 3)
         self.register_buffer("scale", torch.full((1,), 1.0 + seed))
+        self.late.weight = self.early.weight
         self.frozen.requires_grad_(False)
         self.last.weight = nn.Parameter(self.last.weight.detach().t().contiguous().t())  # permuted strides
         self.double()

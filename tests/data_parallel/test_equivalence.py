@@ -1,7 +1,5 @@
 """Test that every wrapper's replicas have the gradients that one process gets from the global batch."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ from tests.data_parallel.equivalence import (
     EitherWay,
     Odd,
     X,
-    assert_same_start,
     compare_with_one_process,
     examples,
     gpt,
@@ -47,22 +44,12 @@ class Middle(nn.Module):
 def test_gradients_and_parameters_equal_one_process(world_size: int):
     def compare(cluster: Cluster) -> None:
         for name, wrap in WRAPPERS.items():
-            compare_with_one_process(cluster, wrap, gpt, text_loss, text(), what=f"{name}, GPT")
-            compare_with_one_process(cluster, wrap, Odd, odd_loss, examples(world_size), what=f"{name}, Odd")
-            if world_size == 2:
-                untied = partial(gpt, tied=False)
-                compare_with_one_process(cluster, wrap, untied, text_loss, text(), (1,), f"{name}, untied")
+            odd = examples(world_size)
+            compare_with_one_process(cluster, wrap, Odd, odd_loss, odd, (3, 1), f"{name}, Odd")
+            if world_size == 3:
+                compare_with_one_process(cluster, wrap, gpt, text_loss, text(), (2,), f"{name}, GPT")
 
     run_ranks(compare, world_size)
-
-
-def test_ranks_start_from_rank_0s_parameters_and_buffers():
-    def work(cluster: Cluster) -> None:
-        reference = Odd(0)
-        for name, wrap in WRAPPERS.items():
-            assert_same_start(wrap(Odd(cluster.rank)).module, reference, f" of {name}")
-
-    run_ranks(work, 3)
 
 
 def test_a_gradient_is_the_mean_over_ranks_and_not_their_sum():
@@ -127,7 +114,7 @@ def test_hooks_on_one_rank_may_fire_in_another_order():
         expected = one_process(EitherWay(0, False), lambda m: mean_square(m, x))
         for name, wrap in WRAPPERS.items():
             model = wrap(EitherWay(cluster.rank, backwards=cluster.rank == 0))
-            for step in range(3):
+            for step in range(2):
                 model.zero_grad()
                 mean_square(model, *mine(cluster, (x,))).backward()
                 model.finish_gradient_sync()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +13,6 @@ from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, loss_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.one_process import RTOL, train_both
-
-BOTH_MODES = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 
 
 def gpt(seed: int = 0, **changes: Any) -> GPT:

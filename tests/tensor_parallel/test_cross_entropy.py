@@ -41,7 +41,7 @@ def compare(cluster: Cluster, logits: Tensor, targets: Tensor, rtol: float = 1e-
     assert_same(actual, {"loss": loss.detach(), "gradient": expected.grad}, rtol, what)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 3])
 def test_loss_and_gradient_equal_torchs_for_the_full_logits(n: int):
     def work(cluster: Cluster) -> None:
         for num_entries in (60, 61, 5):

@@ -14,7 +14,7 @@ from lab.trace.ledger import LEDGER
 from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests.dtensors import full_tensors
 from tests.one_process import RTOL, train_both
-from tests.tensor_parallel.equivalence import BOTH_MODES, gpt, text
+from tests.tensor_parallel.equivalence import gpt, text
 
 
 def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
@@ -45,18 +45,16 @@ def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **change
     assert_same(parameters(saved), parameters(reference), RTOL, f"parameter, {what},")
 
 
-@BOTH_MODES
-def test_every_gradient_and_parameter_equals_one_process(sequence_parallel: bool):
+def test_every_gradient_and_parameter_equals_one_process():
     def compare(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, sequence_parallel)
-        compare_with_one_process(cluster, sequence_parallel, tied=False, num_kv_heads=6)
+        compare_with_one_process(cluster, sequence_parallel=False, num_layers=1)
+        compare_with_one_process(cluster, True, num_layers=1, tied=False, num_kv_heads=6)
 
     run_ranks(compare, 3)
 
 
-@BOTH_MODES
-def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(sequence_parallel: bool):
-    def compare(cluster: Cluster) -> None:
+def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says():
+    def compare(cluster: Cluster, sequence_parallel: bool) -> None:
         x, y = text(16)
         native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
         before = LEDGER.total()
@@ -71,7 +69,8 @@ def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
         assert LEDGER.total() - before == native.traffic_per_step(*x.shape)
         assert_same(full_tensors(gradients(native.module)), full_tensors(untouched), 0)
 
-    run_ranks(compare, 2)
+    for sequence_parallel in (False, True):
+        run_ranks(compare, 2, sequence_parallel)
 
 
 def test_sizes_that_do_not_divide_are_refused_in_one_sentence():

@@ -15,7 +15,7 @@ SCRIPTS = ("tensor_parallel", "sequence_parallel")
 
 def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     """Return the report of a short run on this rank; `changes` are options of the command line."""
-    options = {"steps": 3, "batch_size": 2, "size": "tiny", "seed": 1} | changes
+    options = {"steps": 2, "batch_size": 2, "size": "tiny", "seed": 1} | changes
     words: list[str] = []
     for option, value in options.items():
         flag = option.replace("_", "-")
@@ -24,11 +24,12 @@ def summary(cluster: Cluster, name: str, **changes: Any) -> dict[str, Any]:
     return train(cluster, name, *words)
 
 
-@pytest.mark.parametrize("n", [1, 4])
-def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run(n: int):
+def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run():
+    n = 4
+
     def report(cluster: Cluster) -> list[dict[str, Any]]:
-        variants: tuple[dict[str, Any], ...] = ({}, {"clip": 1.0}, {"overlap": False})
-        return [summary(cluster, name, steps=2, **options) for name in SCRIPTS for options in variants]
+        variants: tuple[dict[str, Any], ...] = ({}, {"overlap": False, "clip": 1.0})
+        return [summary(cluster, name, steps=1, **options) for name in SCRIPTS for options in variants]
 
     for by_rank in run_ranks(report, n):
         for one in by_rank:
@@ -39,15 +40,15 @@ def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run(n: int):
         header = header_traffic(n).bytes_sent
         whole, by_tokens = 4 * (all_reduce + header), 4 * (all_reduce + 2 * header)
         again = all_reduce + 2 * header  # with overlap the backward gathers the inputs again
-        assert [one["block_bytes"] for one in by_rank] == [whole] * 3 + [by_tokens + again] * 2 + [by_tokens]
-        assert n == 1 or by_rank[3]["activations_bytes"] < 0.7 * by_rank[0]["activations_bytes"]
+        assert [one["block_bytes"] for one in by_rank] == [whole, whole, by_tokens + again, by_tokens]
+        assert by_rank[2]["activations_bytes"] < 0.7 * by_rank[0]["activations_bytes"]
 
 
 def test_a_run_resumes_in_the_other_mode_and_dtensors_end_with_the_same_loss(tmp_path):
     folder = str(tmp_path / "checkpoint")
 
     def work(cluster: Cluster) -> None:
-        summary(cluster, "tensor_parallel", steps=2, checkpoint=folder)
+        summary(cluster, "tensor_parallel", steps=1, checkpoint=folder)
         resumed = summary(cluster, "sequence_parallel", checkpoint=folder, resume=True)
         native = summary(cluster, "tensor_parallel_native", sequence_parallel=True)
         in_one_go = summary(cluster, "tensor_parallel")["last_loss"]
