@@ -59,7 +59,7 @@ EXERCISES = (
         target="zero.shards.FlatLayout.split",
         tests=(
             ONE_PROCESS + "test_zero1_equals_one_process",
-            KILLERS + "test_every_number_of_every_parameter_is_in_one_ranks_shard",
+            KILLERS + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
             KILLERS + "test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
         ),
         difficulty=3,

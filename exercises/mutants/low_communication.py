@@ -45,7 +45,7 @@ mutant(
             "my_mean = unpack(chunks).view(self.ranks, -1, BLOCK).mean(0)"
         ),
     },
-    killer=COMPRESSORS + "test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas",
+    killer=COMPRESSORS + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
 )
 
 mutant(

@@ -10,7 +10,7 @@ mutant(
     "In stage 1 replicas drift apart: each rank sees the updates of its own shard only.",
     target="zero.train_zero1.ZeroOptimizer.step",
     changes={"self.gather_parameters()": ""},
-    killer=EQUALITY + "test_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
     cause="new parameters gathered",
 )
 
@@ -19,7 +19,7 @@ mutant(
     "In stage 1 with SGD the learning rate seems to grow with the number of ranks: shards hold sums.",
     target="zero.train_zero1.ZeroOptimizer._launch",
     changes={'op="mean"': 'op="sum"'},
-    killer=EQUALITY + "test_a_gradient_is_the_mean_over_ranks_not_their_sum",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
     cause="sum over ranks that should be a mean",
 )
 
@@ -108,7 +108,7 @@ mutant(
             "self.full.untyped_storage().resize_(0)"
         ): "",
     },
-    killer=EQUALITY + "test_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
 )
 
 mutant(
@@ -124,7 +124,7 @@ mutant(
     "The first block learns from the examples of the step before: its gradients miss the end of a step.",
     target="zero.train_zero3.FullyShardedDataParallel.finish_gradient_sync",
     changes={"self._reduce(self._current)": ""},
-    killer=EQUALITY + "test_a_gradient_is_the_mean_over_ranks_not_their_sum",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
 )
 
 mutant(
@@ -150,7 +150,7 @@ mutant(
     "In stage 3 gradients are n times too large: clipping acts in most steps, and SGD steps are too long.",
     target="zero.train_zero3.Unit.reduce_scatter",
     changes={'"mean"': '"sum"'},
-    killer=EQUALITY + "test_a_gradient_is_the_mean_over_ranks_not_their_sum",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
     cause="sum over ranks that should be a mean",
     symptom="In stage 3 clipping acts in most steps, and SGD steps are too long.",
 )
@@ -212,6 +212,6 @@ mutant(
     "The last number of each shard never changes, because no rank owns it; the losses look normal.",
     target="zero.shards.FlatLayout.split",
     changes={"min(self.mine.stop, offset + size)": "min(self.mine.stop - 1, offset + size)"},
-    killer=EQUALITY + "test_every_number_of_every_parameter_is_in_one_ranks_shard",
+    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
     symptom="The last number of each shard never changes, and the losses look normal.",
 )

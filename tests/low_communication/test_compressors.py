@@ -40,7 +40,7 @@ def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_fo
             for dtype, near in CLOSE.items():
                 what = f"{name}, {dtype}"
                 compressor = compress(SHAPES, None, "ring", dtype)
-                for step in range(3):
+                for step in range(2):
                     flat = values(3 * step + cluster.rank, dtype)
                     own = flat.to(torch.float64, copy=True)
                     before = LEDGER.total()
@@ -54,8 +54,7 @@ def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_fo
                     assert len(set(exchange(state_digest({"mean": flat})))) == 1, what
                     assert flat.dtype == sent.dtype == dtype, what
 
-    for world_size in (1, 2, 3):
-        run_ranks(compare, world_size)
+    run_ranks(compare, 3)
 
 
 def test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block():
@@ -72,8 +71,7 @@ def test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block():
                 assert off <= 1.001 * scale / 2, f"{what}, and not at most 0.5"  # 1.001: of float32
         assert not compressor.mean(torch.zeros(NUMEL)).any(), "zeros do not stay zeros"
 
-    for world_size in (1, 2, 3):
-        run_ranks(compare, world_size)
+    run_ranks(compare, 3)
 
 
 def test_topk_sends_the_largest_numbers_of_each_rank():
@@ -135,7 +133,7 @@ def compare_with_hook(
         return hook(state, bucket)
 
     ddp.register_comm_hook(state, from_the_same_state)
-    for step in range(7):
+    for step in range(5):
         random = torch.Generator().manual_seed(10 * step + cluster.rank)
         x = torch.randn(24, 12, generator=random).double()
         for model in [ddp] if step < 2 and name == "powersgd" else [ddp, ours]:  # it begins in the third
@@ -159,17 +157,14 @@ def test_powersgd_equals_pytorchs_hook_from_the_same_state():
             )
             compare_with_hook(cluster, "powersgd", 1e-6, state, torchs.powerSGD_hook, rank=rank)
 
-    for world_size in (1, 2, 3):
-        run_ranks(compare, world_size)
+    run_ranks(compare, 3)
 
 
 def test_bf16_equals_pytorchs_hook():
     def compare(cluster: Cluster) -> None:
-        near = 0 if cluster.world_size < 3 else 2**-6  # a third is rounded before or after the sum
-        compare_with_hook(cluster, "bf16", near, None, bf16_compress_hook, error_feedback=False)
+        compare_with_hook(cluster, "bf16", 0, None, bf16_compress_hook, error_feedback=False)
 
-    for world_size in (1, 2, 3):
-        run_ranks(compare, world_size)
+    run_ranks(compare, 2)
 
 
 def test_the_share_of_bytes_that_is_sent_of_a_gpt():
@@ -180,5 +175,5 @@ def test_the_share_of_bytes_that_is_sent_of_a_gpt():
             found.append(traffic_per_step(model).bytes_sent / uncompressed(model, "ring").bytes_sent)
         return found
 
-    bf16, int8, powersgd = run_ranks(shares, 4)[0]
+    bf16, int8, powersgd = run_ranks(shares, 2)[0]
     assert bf16 <= 0.501 and int8 <= 0.26 and powersgd <= 0.05

@@ -211,8 +211,7 @@ def test_without_a_launcher_a_worker_comes_back_through_the_store_of_rank_0():
         assert joins == 1
 
 
-@pytest.mark.parametrize("who", ["newcomer", "decider"])
-@pytest.mark.parametrize("moment", ["_form", "catch_up"])
+@pytest.mark.parametrize(("who", "moment"), [("newcomer", "_form"), ("decider", "catch_up")])
 def test_a_death_during_a_join_leads_to_another_group(who: str, moment: str):
     victim = {"newcomer": 2, "decider": 0}[who]
 
@@ -225,7 +224,7 @@ def test_a_death_during_a_join_leads_to_another_group(who: str, moment: str):
             at_step(number, Worker if moment == "catch_up" else Survivors, moment, lambda original: die)
 
     rest = {0, 1, 2} - {victim}
-    end_as_simulated(3, [{0, 1, 2}, {0, 1}, rest - {2}, rest, rest], {victim}, disturb, joins=1)
+    end_as_simulated(3, [{0, 1, 2}, {0, 1}, rest - {2}, rest, rest], {victim}, disturb, joins=1, patience=5.0)
 
 
 def test_if_all_who_had_trained_die_those_who_have_just_come_train_the_round():

@@ -1,5 +1,6 @@
 """Test that sharding within machines trains as one process does, and what it sends where."""
 
+import functools
 import os
 from typing import Any
 
@@ -17,7 +18,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.train_hsdp import HybridShardedDataParallel, groups_of, traffic_per_step
-from tests.data_parallel.equivalence import Odd, accumulate, examples, gpt, mine, odd_loss, text, text_loss
+from tests.data_parallel.equivalence import Odd, accumulate, examples, mine, odd_loss, text, text_loss
 from tests.dtensors import full_tensors
 from tests.training.attempts import refusal, the_one_sentence, train
 from tests.zero.sharded import Blocks, Sharded, compare_with_one_process, deep_gpt
@@ -35,20 +36,17 @@ def named_hosts(cluster: Cluster, names: str) -> None:
     os.environ[VARIABLE] = names[cluster.rank]
 
 
-@pytest.mark.parametrize(("n", "shard_sizes"), [(2, [1, 2]), (3, [None]), (4, [2]), (6, [2, 3])])
+@pytest.mark.parametrize(("n", "shard_sizes"), [(2, [1, 2]), (3, [None]), (4, [2]), (6, [3])])
 def test_gradients_and_parameters_equal_one_process(n: int, shard_sizes: list[int | None]):
     def work(cluster: Cluster) -> None:
         odd = examples(cluster.world_size)
         for size in shard_sizes:
             wrap = hybrid(cluster, size)
-            for optimizer, make, loss, batch, clip in (
-                ("adamw", Odd, odd_loss, odd, None),  # unused, frozen and uneven parameters, and a buffer
-                ("momentum", lambda seed: Layers(seed, shares=True), odd_loss, odd, 0.01),
-                ("sgd", gpt, text_loss, text(), 0.01),  # tied
-            ):
-                compare_with_one_process(
-                    cluster, "zero3", optimizer, make, loss, batch, (1, 3), clip, wrap=wrap
-                )
+            compare_with_one_process(cluster, "zero3", "adamw", Odd, odd_loss, odd, wrap=wrap)
+            if n == 4:  # blocks, of which one runs twice
+                make = functools.partial(Layers, shares=True)
+                clip = {"clip": 0.01, "wrap": wrap}
+                compare_with_one_process(cluster, "zero3", "momentum", make, odd_loss, odd, **clip)
 
     run_ranks(work, n, timeout=60)
 
@@ -110,13 +108,14 @@ def bytes_by_axis() -> dict[str, int]:
 
 def test_a_step_sends_exactly_what_the_formula_says_with_every_option():
     def work(cluster: Cluster) -> None:
-        ways: list[dict[str, Any]] = [{}, {"pattern": "tree"}, {"reshard_after_forward": False}]
-        for size, way in [(2, {}), *((3, way) for way in [*ways, {"compute_dtype": torch.bfloat16}])]:
+        half = {"reshard_after_forward": False, "compute_dtype": torch.bfloat16}
+        ways: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"pattern": "tree"}), (3, half)]
+        for size, way in ways:
             model = hybrid(cluster, size)(deep_gpt(0), **way)
             LEDGER.clear()
-            accumulate(model, text_loss, mine(cluster, text()), 3)
+            accumulate(model, text_loss, mine(cluster, text()), 2)
             model.clip_grad_norm_(1.0)
-            assert LEDGER.total() == traffic_per_step(model, 3, is_clipped=True), (size, way)
+            assert LEDGER.total() == traffic_per_step(model, 2, is_clipped=True), (size, way)
 
     run_ranks(work, 6, timeout=60)
 

@@ -23,8 +23,9 @@ def total(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
     return model(x).sum()
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_the_stages_send_2_2_and_nearly_3_times_the_parameters(n: int):
+def test_the_stages_send_2_2_and_nearly_3_times_the_parameters():
+    n = 4
+
     def count(cluster: Cluster) -> None:
         for stage in STAGES:
             module = Blocks()  # divisible by 4, so nothing is padded, and three equal blocks, without a root
@@ -50,16 +51,16 @@ def test_the_stages_send_2_2_and_nearly_3_times_the_parameters(n: int):
 def test_a_step_sends_exactly_what_the_formula_says_with_every_option_and_an_unused_parameter():
     def count(cluster: Cluster) -> None:
         for stage in STAGES:
-            ways: list[dict] = [{}, {"pattern": "tree"}]
+            ways: list[dict] = [{"pattern": "tree"}]
             if stage == "zero3":
-                ways += [{"reshard_after_forward": False}, {"compute_dtype": torch.bfloat16}]
+                ways += [{"reshard_after_forward": False, "compute_dtype": torch.bfloat16}]
             for options in ways:
                 ours = Sharded(stage, deep_gpt(0), "adamw", **options)
                 LEDGER.clear()
-                ours.accumulate(text_loss, mine(cluster, text()), 3)
+                ours.accumulate(text_loss, mine(cluster, text()), 2)
                 ours.syncing.clip_grad_norm_(1.0)
                 ours.optimizer.step()
-                expected = ours.expected_traffic(1 if stage == "zero1" else 3, is_clipped=True)
+                expected = ours.expected_traffic(1 if stage == "zero1" else 2, is_clipped=True)
                 assert LEDGER.total() == expected, (stage, options)
             ours = Sharded(stage, Odd(0), "sgd")
             LEDGER.clear()
@@ -150,7 +151,7 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
 
     def work(cluster: Cluster) -> dict[str, dict]:
         return {
-            name: train(cluster, name if "ze" in name or name == "fsdp" else "zero3", steps=2, **way)
+            name: train(cluster, name if "ze" in name or name == "fsdp" else "zero3", steps=1, **way)
             for name, way in ways.items()
         }
 

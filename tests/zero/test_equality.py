@@ -82,16 +82,8 @@ def compare(*stages: str, make: Any = Layers, optimizer: str = "sgd", n: int = 2
     run_ranks(work, n, timeout=20)
 
 
-def test_every_number_of_every_parameter_is_in_one_ranks_shard():
-    compare("zero1", "zero3", n=3)
-
-
-def test_a_gradient_is_the_mean_over_ranks_not_their_sum():
-    compare(*STAGES)
-
-
-def test_after_a_step_all_ranks_compute_with_the_new_parameters():
-    compare(*STAGES, microbatches=(1, 1, 1))
+def test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters():
+    compare(*STAGES, n=3)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_shards():
@@ -134,9 +126,9 @@ def test_tied_frozen_unused_and_shared_parameters_are_right_on_any_number_of_ran
         odd = examples(cluster.world_size)
         for stage in STAGES:
             compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd)
-            compare_with_one_process(cluster, stage, "momentum", lambda s: Layers(s, True), odd_loss, odd)
-            compare_with_one_process(cluster, stage, "adamw", gpt, text_loss, text(), clip=0.01)
-        compare_with_one_process(cluster, "zero3", "sgd", lambda s: gpt(s, tied=False), text_loss, text())
+            if n == 3:
+                compare_with_one_process(cluster, stage, "momentum", lambda s: Layers(s, True), odd_loss, odd)
+                compare_with_one_process(cluster, stage, "adamw", gpt, text_loss, text(), clip=0.01)
 
     run_ranks(work, n, timeout=120)
 
@@ -150,12 +142,14 @@ def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result(
     def work(cluster: Cluster) -> None:
         odd = examples(cluster.world_size)
         for stage in ("zero1", "zero2"):
-            for options in (SMALL_BUCKETS, {"bucket_mb": 4e-4, "pattern": "tree"}):
-                compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd, (2, 1), **options)
-        ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"pattern": "ring"}]
-        for make, those in ((deep_gpt, ways), (recomputed, ways[:1])):
-            for way in those:
-                compare_with_one_process(cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **way)
+            options = {"bucket_mb": 4e-4, "pattern": "tree"}
+            compare_with_one_process(cluster, stage, "adamw", Odd, odd_loss, odd, (2, 1), **options)
+        ways: list[tuple[Any, dict[str, Any]]] = [
+            (deep_gpt, {"reshard_after_forward": False, "pattern": "ring"}),
+            (recomputed, {}),
+        ]
+        for make, way in ways:
+            compare_with_one_process(cluster, "zero3", "adamw", make, text_loss, text(), (1, 2), **way)
         with slow_link.slowed(Link(0.002, 0.0)):
             for stage in STAGES:
                 compare_with_one_process(cluster, stage, "sgd", Layers, odd_loss, odd, (2, 1))
