@@ -1,6 +1,6 @@
 """Measure how long each way to send less takes to the loss that bucket overlap reaches.
 
-    python benchmarks/sending_less.py                        a table, in an hour; --json for one JSON line
+    python benchmarks/sending_less.py                        a table, in 90 minutes; --json for one JSON line
     python benchmarks/sending_less.py --quick                one seed, three methods, fewer steps
     python benchmarks/sending_less.py --plot less.png        also loss against seconds, bytes and steps
     python benchmarks/sending_less.py --size 13m --steps 100 --seeds 0
@@ -73,9 +73,9 @@ METHODS: dict[str, dict[str, Any]] = {  # the wrapper's options
     CORRECTED: {"compress": "topk"},
     "local-8": {"sync_every": 8},
     "local-32": {"sync_every": 32},
-    "diloco-32": {"sync_every": 32},
-    "diloco-32-tuned": {"sync_every": 32, "outer_lr": 1.0, "outer_momentum": 0.3},
-    "diloco-64-tuned": {"sync_every": 64, "outer_lr": 1.0, "outer_momentum": 0.3},
+    "diloco-32": {"sync_every": 32, "outer_lr": 1.0, "outer_momentum": 0.3},
+    "diloco-64": {"sync_every": 64, "outer_lr": 1.0, "outer_momentum": 0.3},
+    "diloco-32-paper": {"sync_every": 32},
 }
 DEFAULT = tuple(name for name in METHODS if "feedback" not in name and name != CORRECTED)
 QUICK = ("bucket_overlap", "int8", "powersgd", "diloco-32")
@@ -309,22 +309,35 @@ def show(rows: Rows, args: Args) -> None:
 
 def draw(curves: dict[str, tuple[Curve, float]], seconds: dict[str, dict[str, float]], path: Path) -> None:
     """Draw loss against steps, bytes, and seconds on the two slow links; dashed if ranks train alone."""
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    panels = figure.subplots(1, 4, sharey=True)
-    for number, (method, (curve, _)) in enumerate(curves.items()):
-        color = "black" if method == "bucket_overlap" else f"C{number}"
-        sparse = bool(METHODS[method].get("sync_every"))
-        steps, losses, sent = zip(*curve, strict=True)
-        along = [steps, [num_bytes / 1e6 for num_bytes in sent]]
-        along += [[number * seconds[method][link] for number in steps] for link in LINKS[:2]]
-        for axes, x in zip(panels, along, strict=True):
-            axes.plot(x, losses, "--" if sparse else "-", color=color, label=method, linewidth=1.2)
-    names = ["steps", "MB that a rank has sent", *(f"seconds at {link}" for link in LINKS[:2])]
-    for axes, name in zip(panels, names, strict=True):
+    goal, others = curves["bucket_overlap"][0][-1][1], len(curves) - 1
+    links = {"200 Mbit/s": LINKS[0], "1 Gbit/s": LINKS[1]}
+    panels: dict[str, Callable[[str], list[float]]] = {
+        "steps": lambda method: [steps for steps, _, _ in curves[method][0]],
+        "MB that a rank has sent": lambda method: [sent / 1e6 for _, _, sent in curves[method][0]],
+    }
+    for name, link in links.items():
+        panels[f"seconds at {name}"] = lambda method, link=link: [
+            steps * seconds[method][link] for steps, _, _ in curves[method][0]
+        ]
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    for axes, (name, along) in zip(figure.subplots(1, 4, sharey=True), panels.items(), strict=True):
+        ends = {}
+        for number, (method, (curve, _)) in enumerate(curves.items()):
+            x = along(method)
+            ends[method] = x[-1] if curve[-1][1] <= goal else math.inf
+            color = "black" if method == "bucket_overlap" else f"C{number}"
+            style = "--" if "sync_every" in METHODS[method] else "-"
+            axes.plot(x, [loss for _, loss, _ in curve], style, color=color, label=method, linewidth=1.2)
+        axes.axhline(goal, color="gray", linewidth=0.8, linestyle=":")
+        before = sum(end < ends["bucket_overlap"] for end in ends.values())
+        axes.set_title(f"{before} of {others} are there before bucket overlap", fontsize=10)
         axes.set_xlabel(name)
-    panels[1].set_xscale("log")
+    figure.axes[1].set_xscale("log")
     figure.axes[0].set_ylabel("loss on held-out data")
     figure.axes[-1].legend(fontsize=8)
+    figure.suptitle(
+        f"From the same start to the loss of the dotted line, one seed, {RANKS} ranks", fontsize=11
+    )
     figure.savefig(path, dpi=110)
 
 
