@@ -26,8 +26,11 @@ def keep_from_preempting() -> None:
     if not hasattr(os, "SCHED_BATCH") or os.environ.get("GLOO_SCHED") == "other":
         return
     for task in Path("/proc/self/task").iterdir():
+        thread = int(task.name)
         try:
+            if os.sched_getscheduler(thread) == os.SCHED_BATCH:
+                continue  # done after an earlier group; a rank of many groups has hundreds of these threads
             if (task / "comm").read_text().strip() == _NAME:
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
         except OSError:  # the thread has ended, or the call is forbidden
             continue
