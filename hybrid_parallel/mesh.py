@@ -78,12 +78,15 @@ def replicas_of(sizes: ParallelSizes) -> list[list[int]]:
 class Mesh:
     """Holds the groups that this rank belongs to, and its coordinate along each axis.
 
-    All ranks of the job must create the mesh together. Along an axis of size 1 each rank is a group.
+    All ranks of the job must create the mesh together. Along an axis of size 1 each rank is a group, which
+    all axes of size 1 share: to form a group takes milliseconds and a thread.
     """
 
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
         self.sizes, self.rank = sizes, cluster.rank
-        self._groups = {axis: own_group(groups_of(axis, sizes), axis) for axis in AXES}
+        alone = [axis for axis in AXES if getattr(sizes, axis) == 1]
+        formed = {axis: own_group(groups_of(axis, sizes), axis) for axis in AXES if axis not in alone[1:]}
+        self._groups = {axis: formed[alone[0] if axis in alone else axis] for axis in AXES}
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
         # What replicas send counts for the data axis: without a context axis they are its ranks.
         self.replicas = self.data if sizes.context == 1 else own_group(replicas_of(sizes), "data")
