@@ -36,21 +36,12 @@ def check(*every: Sizes, experts: Experts | None = None, **changes: Any) -> None
 
 
 def test_one_axis_alone_equals_one_process():
-    check(Sizes(), Sizes(microbatches=3))
+    check(Sizes(microbatches=3))
     check(
-        Sizes(data=2, microbatches=2),
         Sizes(data=2, zero=1, recompute=True),
-        Sizes(data=2, zero=2, microbatches=3),
         Sizes(data=2, zero=3, microbatches=2),
-        Sizes(tensor=2, microbatches=2),
         Sizes(tensor=2, sequence_parallel=True, recompute=True),
         Sizes(pipeline=2, microbatches=2, recompute=True),
-    )
-
-
-def test_sequences_cut_on_two_ranks_equal_one_process():
-    check(
-        Sizes(context=2, zero=2, microbatches=2),
         Sizes(context=2, zero=3, recompute=True),
         Sizes(context=2, attention="all_to_all", microbatches=2, recompute=True),
     )
@@ -58,18 +49,14 @@ def test_sequences_cut_on_two_ranks_equal_one_process():
 
 def test_pipelines_of_replicas_equal_one_process():
     check(
-        Sizes(pipeline=2, data=2, microbatches=3, pattern="ring"),
+        Sizes(pipeline=2, data=2, microbatches=4, schedule="zb_h1", pattern="ring"),
         Sizes(pipeline=2, data=2, microbatches=2, zero=1, recompute=True),
     )
 
 
-# The four tests below have ZeRO beside divided layers, each stage of it with and without divided tokens.
+# The four tests below have divided layers beside every way to divide the replicas' work.
 def test_replicas_of_divided_layers_equal_one_process():
-    check(
-        Sizes(data=2, tensor=2, microbatches=2),
-        Sizes(data=2, tensor=2, zero=1),
-        Sizes(data=2, tensor=2, zero=2, microbatches=2),
-    )
+    check(Sizes(data=2, tensor=2, microbatches=2))
 
 
 def test_divided_layers_in_shards_of_zero_3_equal_one_process():
@@ -91,12 +78,11 @@ def test_divided_tokens_and_gradients_in_shards_equal_one_process():
 
 
 def test_pipelines_of_divided_layers_equal_one_process():
-    check(Sizes(pipeline=2, tensor=2, microbatches=2))
+    check(Sizes(pipeline=2, tensor=2, microbatches=2, schedule="gpipe"))
 
 
 def test_cut_sequences_beside_replicas_equal_one_process():
     check(
-        Sizes(data=2, context=2, microbatches=2),
         Sizes(data=2, context=2, attention="all_to_all", zero=1),
         Sizes(data=2, context=2, zero=3, microbatches=2),
     )
@@ -109,25 +95,15 @@ def test_cut_sequences_beside_divided_layers_equal_one_process():
     )
 
 
-# The tests above have 1F1B beside every other axis. GPipe and naive differ from it in the order of backwards,
-# and ZB-H1 shares with ZB-V how weight gradients are deferred.
-@pytest.mark.parametrize(
-    ("schedule", "beside"),
-    {
-        "gpipe": ["context"],
-        "interleaved": ["data", "context"],
-        "zb_h1": ["tensor"],
-        "zb_v": ["data", "tensor", "context"],
-        "dualpipe_v": ["data", "tensor", "context"],
-    }.items(),
-)
-def test_a_schedule_beside_other_axes_equals_one_process(schedule, beside):
-    axes = {
-        "data": {"data": 2},
-        "tensor": {"tensor": 2, "sequence_parallel": True},
-        "context": {"context": 2, "attention": "ring" if schedule == "zb_v" else "all_to_all"},
-    }
-    check(*(Sizes(pipeline=2, microbatches=4, schedule=schedule, **axes[axis]) for axis in beside))
+# Two stages a rank. The tests above have ZB-H1 beside replicas and GPipe beside divided layers.
+def test_schedules_of_several_stages_a_rank_beside_other_axes_equal_one_process():
+    check(
+        Sizes(pipeline=2, context=2, microbatches=4, schedule="interleaved"),
+        Sizes(pipeline=2, data=2, microbatches=4, schedule="zb_v"),
+        Sizes(pipeline=2, tensor=2, microbatches=4, schedule="zb_v", sequence_parallel=True),
+        Sizes(pipeline=2, data=2, microbatches=4, schedule="dualpipe_v"),
+        Sizes(pipeline=2, context=2, microbatches=4, schedule="dualpipe_v", attention="all_to_all"),
+    )
 
 
 def test_experts_in_pipelines_equal_one_process():
@@ -141,7 +117,6 @@ def test_a_tied_embedding_gets_the_sum_of_both_stages():
 def test_experts_divided_among_replicas_equal_one_process():
     check(
         Sizes(data=2, expert_ranks=2, recompute=True, microbatches=2),
-        Sizes(data=2, microbatches=2),
         Sizes(data=2, zero=1),
         Sizes(data=2, zero=3),
         experts=MOE,
@@ -152,8 +127,7 @@ def test_divided_experts_beside_replicas_divided_layers_and_cut_sequences_equal_
     check(
         Sizes(data=4, expert_ranks=2),
         Sizes(data=2, tensor=2, expert_ranks=2, microbatches=2, recompute=True),
-        Sizes(data=2, context=2, expert_ranks=2, microbatches=2),
-        Sizes(data=2, context=2, expert_ranks=4, attention="all_to_all"),
+        Sizes(data=2, context=2, expert_ranks=2, attention="all_to_all"),
         experts=MOE,
     )
 
@@ -169,36 +143,29 @@ def test_all_axes_on_eight_ranks_equal_one_process():
         tied=False,
     )
     check(
-        Sizes(pipeline=2, context=2, tensor=2, expert_ranks=2, microbatches=2),
         Sizes(pipeline=2, data=2, context=2, expert_ranks=4, microbatches=2, recompute=True),
         experts=MOE,
     )
 
 
 def test_odd_sizes_of_axes_equal_one_process():
-    check(Sizes(pipeline=3, data=2, microbatches=3), num_layers=4)
     check(
+        Sizes(pipeline=3, microbatches=3),
         Sizes(data=3, microbatches=2, zero=1),
         Sizes(tensor=3, microbatches=2),
         Sizes(context=3),
-        Sizes(context=3, attention="all_to_all"),
+        num_layers=4,  # which three stages share unequally
         num_heads=6,
         num_kv_heads=3,
         width=12,
     )
 
 
-def test_an_mlp_on_each_axis_and_on_every_pair():
-    check(
-        Sizes(tensor=2, microbatches=2),
-        Sizes(pipeline=2, microbatches=2, recompute=True),
-        Sizes(data=2, zero=3, microbatches=2),
-        **MLP,
-    )
+def test_an_mlp_on_every_pair_of_axes():
     check(
         Sizes(pipeline=2, data=2, zero=1, microbatches=4, schedule="zb_v"),
-        Sizes(pipeline=2, tensor=2, microbatches=4, schedule="interleaved"),
-        Sizes(data=2, tensor=2, zero=2, microbatches=2),
+        Sizes(pipeline=2, tensor=2, microbatches=4, schedule="interleaved", recompute=True),
+        Sizes(data=2, tensor=2, zero=3, microbatches=2),
         **MLP,
     )
 
@@ -216,7 +183,7 @@ def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
 def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_refused():
     def work(cluster: Cluster) -> None:
         x, y = batch(2)
-        for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3), Sizes(tensor=2)):
+        for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3)):
             hybrid = HybridParallel(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
             hybrid.backward(x, y)
             with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):

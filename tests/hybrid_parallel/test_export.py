@@ -1,8 +1,7 @@
 """A checkpoint of any mesh becomes one file that plain PyTorch loads."""
 
 import os
-import subprocess
-import sys
+import runpy
 
 from safetensors.torch import load_file
 
@@ -14,7 +13,7 @@ from tests.run_modes import ROOT
 from tests.training.checkpoint_toys import refusal
 
 
-def test_plain_pytorch_loads_what_is_exported_from_a_mesh(tmp_path):
+def test_plain_pytorch_loads_what_is_exported_from_a_mesh(tmp_path, monkeypatch, capsys):
     meshes = {"shards": {"tensor": 2, "zero": 3}, "stages": {"pipeline": 2, "microbatches": 2}}
     folders = {name: tmp_path / name for name in meshes}
     runs = [
@@ -28,9 +27,11 @@ def test_plain_pytorch_loads_what_is_exported_from_a_mesh(tmp_path):
         assert state_digest(model.state_dict())[:16] == trained["replica_digest"]
 
     same = tmp_path / "same"
-    command = [sys.executable, str(ROOT / "hybrid_parallel" / "export.py"), str(folder), str(same)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == f"{same} has the {len(model.state_dict())} tensors of the model in {folder}.\n"
+    monkeypatch.setattr("sys.argv", ["export.py", str(folder), str(same)])
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "hybrid_parallel" / "export.py"), run_name="__main__")
+    said = f"{same} has the {len(model.state_dict())} tensors of the model in {folder}.\n"
+    assert capsys.readouterr().out == said
     assert same.read_bytes() == out.read_bytes()
     missing = tmp_path / "missing" / "out.safetensors"
     assert refusal(export, folder, missing).startswith(f"cannot write {missing}: No such file or directory")

@@ -128,12 +128,9 @@ def test_expert_ranks_divide_experts_and_nothing_else():
 
 
 WAYS = [
-    ParallelSizes(data=4),
     *(ParallelSizes(data=2, tensor=2, zero=zero) for zero in (1, 2, 3)),
     ParallelSizes(data=4, precision="bf16"),
-    ParallelSizes(tensor=4),
     ParallelSizes(pipeline=4, microbatches=2),
-    ParallelSizes(pipeline=2, tensor=2),
 ]
 
 

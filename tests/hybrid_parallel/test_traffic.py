@@ -63,12 +63,9 @@ def a_hybrid(cluster: Cluster, sizes: ParallelSizes) -> HybridParallel:
 
 
 PATTERNS = [
-    ParallelSizes(data=2, pattern="tree"),
     ParallelSizes(data=2, zero=1, pattern="torch"),
-    ParallelSizes(data=2, zero=2, pattern="auto"),
     ParallelSizes(tensor=2, pattern="auto"),
     ParallelSizes(data=2, zero=3, recompute=True, pattern="tree"),
-    ParallelSizes(tensor=2, precision="bf16"),
     ParallelSizes(tensor=2, precision="bf16", sequence_parallel=True, recompute=True),
     ParallelSizes(pipeline=2, precision="bf16", microbatches=2, pattern="tree"),
 ]
