@@ -9,7 +9,7 @@ from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.replace import replaced
 
-STEPS, RANKS = 3, 2
+STEPS, RANKS = 2, 2
 
 
 def losses(cluster: Cluster) -> dict[str, list[list[float]]]:

@@ -33,7 +33,7 @@ from training.checkpoint import (
 
 
 def test_a_layout_loads_what_another_has_saved(tmp_path):
-    layouts = [(1, 1), (4, 2), (3, 0), (3, 1)]
+    layouts = [(4, 2), (3, 0), (3, 1)]
     for number, (ranks, tensor) in enumerate(layouts):
         folder = tmp_path / str(number)
         run_ranks(lambda cluster, f=folder, t=tensor: save(cluster, f, 1, 2, tensor=t), ranks)
@@ -118,7 +118,7 @@ def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
         finish = Writer.finish
 
         def slowly(*args, **kwargs) -> None:
-            time.sleep(0.5)
+            time.sleep(0.2)
             finish(*args, **kwargs)
 
         checkpoints = Checkpoints(folder, cluster)

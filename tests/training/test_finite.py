@@ -6,26 +6,23 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from data_parallel import train_naive
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
-from training.arguments import Args
+from tests.training.attempts import STEPS, train
 from training.checkpoint import Checkpoints, Shard, complete_steps
 from training.finite import not_finite
-from zero import train_zero3
-
-SMALL = {"steps": 4, "batch_size": 4, "size": "tiny", "json": True}
 
 
-@pytest.mark.parametrize("lesson", [train_naive, train_zero3])
-def test_the_sentence_names_parameter_step_and_rank(lesson):
+@pytest.mark.parametrize("mode", ["naive", "zero3"])
+def test_the_sentence_names_parameter_step_and_rank(mode: str):
     with pytest.raises(RankError, match=r"The gradient of \S+ is not finite in step 2 on rank \d"):
-        run_ranks(lesson.main, 2, lesson.Args(lr=1e30, **SMALL))
+        run_ranks(lambda cluster: train(cluster, mode, lr=1e30), 2)
 
 
 def test_allow_nonfinite_goes_on():
-    run_ranks(train_naive.main, 2, Args(lr=1e30, allow_nonfinite=True, **SMALL))
+    reports = run_ranks(lambda cluster: train(cluster, "naive", lr=1e30, allow_nonfinite=True), 2)
+    assert [report["steps"] for report in reports] == [STEPS, STEPS]
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])

@@ -24,11 +24,8 @@ OURS = "shared_memory" if shared_memory.is_possible() else "sockets"
 RUNS: list[tuple[str, dict[str, Any], str, str]] = [
     ("naive", {"pattern": "ring"}, "ring", OURS),
     ("naive", {"pattern": "torch"}, "torch", "gloo"),
-    ("zero3", {}, "ring", OURS),
     ("zero3", {"pattern": "pipelined_ring", "transport": "sockets"}, "pipelined_ring", "sockets"),
     ("zero3", {"transport": "gloo"}, "ring", "gloo"),
-    ("tensor_parallel", {"pattern": "pipelined_ring", "clip": 1.0}, "pipelined_ring", OURS),
-    ("sequence_parallel", {"pattern": "torch", "clip": 1.0}, "torch", "gloo"),
     ("sequence_parallel", {"pattern": "flat"}, "ring, flat", OURS),  # no operation but all-reduce has flat
     ("pipeline_1f1b", {"pattern": "tree", "transport": "sockets"}, "direct, tree", "sockets"),
 ]

@@ -91,32 +91,29 @@ def test_gradients_of_data_parallelism_are_those_of_one_process():
         x, y = with_prompts(data_parallel.text())
         own = data_parallel.mine(cluster, (x, y))
         expected = data_parallel.one_process(data_parallel.gpt(0), lambda model: loss_of(model(x), y))
-        number = valid_targets(own[1])
-        for parts in (1, 3):
+        number, parts = valid_targets(own[1]), 3
 
-            def loss(model: nn.Module, x: Tensor, y: Tensor, parts: int = parts) -> Tensor:
-                return loss_of(model(x), y, number) * parts  # `accumulate` divides it by their number
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(model(x), y, number) * parts  # `accumulate` divides it by their number
 
-            for name, wrap in data_parallel.WRAPPERS.items():
-                model = wrap(data_parallel.gpt(cluster.rank))
-                data_parallel.accumulate(model, loss, own, parts)
-                found = data_parallel.mean_gradients(model.module)
-                assert_same(found, expected, what=f"gradient, {name}, {parts} microbatches,")
-            for stage in STAGES:
-                sharded = Sharded(stage, data_parallel.gpt(0), "sgd")
-                sharded.accumulate(loss, own, parts)
-                assert_same(sharded.gradients(), expected, what=f"gradient, {stage}, {parts} microbatches,")
+        for name, wrap in data_parallel.WRAPPERS.items():
+            model = wrap(data_parallel.gpt(cluster.rank))
+            data_parallel.accumulate(model, loss, own, parts)
+            assert_same(data_parallel.mean_gradients(model.module), expected, what=f"gradient, {name},")
+        for stage in STAGES:
+            sharded = Sharded(stage, data_parallel.gpt(0), "sgd")
+            sharded.accumulate(loss, own, parts)
+            assert_same(sharded.gradients(), expected, what=f"gradient, {stage},")
 
     run_ranks(work, 3)
 
 
 def test_gradients_of_pipelines_are_those_of_one_process():
     def work(cluster: Cluster) -> None:
-        for name, chunks in pipelines.ALL_SCHEDULES:
-            layers = max(3, 4 * chunks - 2)
+        for name in ("1f1b", "zb_v", "dualpipe_v"):  # the last rank has the loss, or the first one, or both
             pipelines.compare_schedule(
-                cluster, name, 4, lambda layers=layers: pipelines.gpt(num_layers=layers),
-                lambda rows: with_prompts(pipelines.text(rows)), chunks,
+                cluster, name, 4, lambda: pipelines.gpt(num_layers=6),
+                lambda rows: with_prompts(pipelines.text(rows)),
             )  # fmt: skip
         for by_hand in (ModelParallel, AllForwardAllBackward):
             pipelines.compare_schedule(
@@ -145,13 +142,8 @@ def test_gradients_of_experts_are_those_of_one_process():
 @pytest.mark.parametrize(
     "every",
     [
-        [Sizes(data=2, microbatches=2), Sizes(data=2, zero=3), Sizes(context=2), Sizes(tensor=2)],
-        [
-            Sizes(data=2, pipeline=2, microbatches=2),
-            Sizes(data=2, tensor=2, zero=1),
-            Sizes(context=2, tensor=2, microbatches=2),
-            Sizes(data=2, context=2, zero=2),
-        ],
+        [Sizes(data=2, microbatches=2), Sizes(tensor=2)],
+        [Sizes(data=2, pipeline=2, microbatches=2), Sizes(data=2, context=2, zero=2)],
     ],
 )
 def test_gradients_of_a_mesh_are_those_of_one_process(every: list[Sizes]):
