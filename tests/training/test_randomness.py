@@ -35,12 +35,7 @@ def test_ranks_with_examples_of_their_own_draw_different_masks():
 
 
 def test_stages_draw_different_masks_and_ranks_that_compute_the_same_draw_the_same():
-    streams = {
-        "zero3": 2,
-        "pipeline_1f1b": 2,
-        "tensor_parallel": 1,
-        "tensor_parallel_native": 1,
-    }
+    streams = {"zero3": 2, "pipeline_1f1b": 2, "tensor_parallel": 1}
 
     def work(cluster: Cluster) -> dict[str, int]:
         found = {}
