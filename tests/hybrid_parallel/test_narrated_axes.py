@@ -131,5 +131,6 @@ def test_replicas_that_train_alone_get_the_mean_of_their_parameters_after_two_st
         expected: Tensors = {name: (alone[0][name] + alone[1][name]) / 2 for name in ours}
         assert_same(ours, expected, 1e-9, "parameter")
 
-    for axes in ({"tensor": 2}, {"pipeline": 2, "microbatches": 2}):
-        run_ranks(work, 4, ParallelSizes(data=2, sync_every=2, **axes))
+    beside = {"tensor": 2}, {"pipeline": 2, "microbatches": 2}
+    every = [ParallelSizes(data=2, sync_every=2, **axes) for axes in beside]
+    run_ranks(lambda cluster: [work(cluster, sizes) for sizes in every], 4)
