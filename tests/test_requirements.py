@@ -22,10 +22,6 @@ def test_both_files_pin_the_same_versions():
     assert all("==" in pin for pin in pins[:-1])
 
 
-def test_the_repository_itself_is_installed_last():
-    assert TEXT.splitlines()[-1] == "-e ."
-
-
 def test_an_image_installs_the_packages_of_its_section_and_no_others():
     text = (ROOT / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\w+)\n(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)

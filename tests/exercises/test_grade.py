@@ -104,7 +104,7 @@ def test_a_loop_without_an_end_is_ended(tmp_path, monkeypatch):
 
 
 def test_a_hang_names_the_line_on_which_each_rank_is_stuck(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run_tests_file, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(run_tests_file, "LOOK_SECONDS", 0.3)
     waits = "wire.irecv(arrived, (r - 1) % n).wait()"
     result, line = explained(tmp_path, capsys, "shift(wire, outgoing, arrived)", waits)
     assert result.state == "hangs"
