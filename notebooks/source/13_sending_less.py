@@ -139,7 +139,7 @@ half.compare(times["1gbit"]["bf16"] / times["1gbit"]["float32"])
 # %% [markdown]
 # It is more than half, because half the bits take half the time *on the wire* only. At 200 Mbit/s the wire takes most of the
 # step, and bf16 takes about 0.6 of the time of float32. At 10 Gbit/s there is almost nothing to halve, and the own work
-# decides: int8, which has the most, takes longer than float32, and here it does so already at 1 Gbit/s.
+# decides: int8, which has the most, takes longer than float32. At 1 Gbit/s the two can end either way.
 #
 # The sum is an estimate. A rank also copies and adds up while the wire is busy, so a part of the own work is counted twice. And
 # four ranks share your few cores, so times vary. Where two methods are closer than the sum is off, it does not say which one
@@ -613,9 +613,8 @@ show(
 # than half of the time, although they need more steps. At 1 Gbit/s they gain less, and at 10 Gbit/s nothing: each further step
 # costs.
 #
-# With the own work of this computer, int8 loses much of its gain or all of it, and PowerSGD takes longer than no compression
-# on all links. Then ranks that average every H steps gain on all links, because they also save the own work of most
-# all-reduces. (float32's own work is in this table, too.)
+# With the own work of this computer, int8 and PowerSGD lose all or nearly all of their gain. Then ranks that average every H
+# steps gain on all links, because they also save the own work of most all-reduces. (float32's own work is in this table, too.)
 #
 # So what pays when?
 #
