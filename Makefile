@@ -85,8 +85,8 @@ lint: $(READY) ## ruff check, ruff format --check and mypy
 check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (3 minutes)
 	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
-check-exercises: $(READY) ## grade every exercise untouched and solved, and see each mutant fail its test (5 minutes)
-	@$(PY) -m pytest tests/exercises/end_to_end $(ARGS)
+check-exercises: $(READY) ## grade every exercise untouched and solved, and see each mutant fail its test (4 minutes)
+	@$(PY) -m pytest tests/exercises/end_to_end $(or $(ARGS),-n 2)
 
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
 	@$(PY) -m pytest tests/notebooks $(ARGS)
