@@ -1,6 +1,6 @@
 """Measure every technique in the same training, and write the tables and pictures of the pages.
 
-    python benchmarks/table.py                      20 minutes: writes results/, pages and pictures
+    python benchmarks/table.py                      30 minutes: writes results/, pages and pictures
     python benchmarks/table.py --quick              few rows, 2 workers, 1 run: prints a table, writes nothing
     python benchmarks/table.py --only zero-3 1f1b   these techniques only: prints a table, writes nothing
     python benchmarks/table.py --from FILE          writes pages and pictures from stored results
