@@ -16,9 +16,9 @@
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
-gloo (transport/choice.py). If the group uses gloo, `pattern=None` means the first pattern listed. If it uses
-nccl, `pattern=None` means "torch": torch.distributed's own collectives. "auto" takes the pattern that is
-predicted to be fastest (cost.fastest).
+gloo (transport/choice.py). `pattern=None` means the pattern that `use_pattern` has chosen for the group. If
+none is chosen, it means the first one listed, or in a group that uses nccl "torch": torch.distributed's own
+collectives. "auto" takes the pattern that is predicted to be fastest (cost.fastest).
 
 Each function returns a handle. With `async_op=True` it returns at once, and `handle.wait()` waits until the
 operation ends: do not touch its tensors before. `root` is a rank of `group`. `op` is "sum", "mean", "max",
@@ -318,9 +318,11 @@ def run_collective(
                 f"{header.op}: the tensors of one call must have one dtype, not {header.dtype} and "
                 f"{buffer.tensor.dtype}."
             )
-    if header.pattern == "torch" and slow_link.current() is None:
-        return native.start(header, group, async_op, buffers, parts)
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
+    launch = span(header.op, "launch", lane="launches", bytes=num_bytes) if async_op else nullcontext()
+    if header.pattern == "torch" and slow_link.current() is None:
+        with launch:
+            return native.start(header, group, async_op, buffers, parts)
     handover = handover_of(buffer.tensor for buffer in buffers)
     queue, posted = queue_of(group), time.perf_counter_ns()
     ranks = group_of(group).size()
@@ -353,7 +355,8 @@ def run_collective(
             streams.forget(group)  # they may be out of step: the next use connects again
             raise
 
-    return queue.submit(job, async_op)
+    with launch:
+        return queue.submit(job, async_op)
 
 
 def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts: native.Parts | None) -> Wire:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.patterns import PATTERNS, default_pattern, link_of
+from comm.patterns import PATTERNS, chosen_pattern, default_pattern, link_of
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import hosts_of
@@ -121,16 +121,6 @@ def traffic(
     raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
 
 
-def per_rank(
-    op: str, pattern: str, numel: int, itemsize: int, ranks: int, rank: int, root: int = 0, hosts: Hosts = ()
-) -> Traffic:
-    """Return the traffic that the ledger will show for a collective. With "torch" it has no headers."""
-    payload = traffic(op, pattern, numel, itemsize, ranks, rank, root, hosts)
-    if pattern == "torch":
-        return payload
-    return payload + header_traffic(ranks)
-
-
 def expected_traffic(
     op: str, pattern: str | None, numel: int, itemsize: int, group: Group = None, root: int = 0
 ) -> Traffic:
@@ -142,7 +132,7 @@ def expected_traffic(
     chosen = pattern_for(op, pattern, numel * itemsize, group)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     hosts = hosts_of(peer_wire(group)) if chosen == "hierarchical" else ()
-    return per_rank(op, chosen, numel, itemsize, ranks, rank, root, hosts)
+    return traffic(op, chosen, numel, itemsize, ranks, rank, root, hosts)
 
 
 def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> float:
@@ -187,11 +177,13 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
 
 
 def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Group = None) -> str:
-    """Return the pattern that None or "auto" stands for: "auto" depends on the bytes of the full tensor.
+    """Return the pattern that None or "auto" stands for: None is what the group has chosen (patterns.py).
 
-    Without `num_bytes` it is the default. All ranks must call it for "auto".
+    "auto" depends on the bytes of the full tensor; without `num_bytes` it is the default. All ranks must call
+    it for "auto".
     """
-    if pattern is None or (pattern == "auto" and dist.get_backend(group) == "nccl"):
+    pattern = chosen_pattern(op, group) if pattern is None else pattern
+    if pattern == "auto" and dist.get_backend(group) == "nccl":
         return default_pattern(op, group)
     # What all ranks choose must not depend on what only one of them knows: the sizes of its own parts.
     is_known_to_all = op not in ("scatter", "gather", "all_to_all")

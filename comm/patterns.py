@@ -1,6 +1,6 @@
 """List the patterns of each collective, choose one for a group, and measure the link that "auto" goes by.
 
-use_pattern("tree", group)                 # from now on the functions of comm/functions.py use it there
+use_pattern("tree", group)                 # from now on a collective of this group with pattern=None uses it
 chosen_pattern("all_reduce", group)        # "tree"
 default_pattern("all_reduce", group)       # "ring", the first one listed; "torch" in a group that uses nccl
 
@@ -47,7 +47,7 @@ _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Link]]" = weak
 
 
 def default_pattern(op: str, group: Group = None) -> str:
-    """Return the pattern that `pattern=None` stands for in this group."""
+    """Return the pattern of a group for which none is chosen."""
     return "torch" if dist.get_backend(group) == "nccl" else PATTERNS[op][0]
 
 

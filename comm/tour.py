@@ -215,7 +215,7 @@ def main(cluster: Cluster, args: Args) -> None:
     title = f"{args.mb:g} MiB ({units.show_bytes(num_bytes)}) on {n} ranks"
     if not measures_all:
         title += ', each in the pattern that "auto" takes'
-    console.print(table_of(rows, title, n))
+    console.print(table_of(rows, title))
     if any(row["by_formula"] for row in rows):
         console.print("* by formula: the messages of torch's own collectives cannot be counted.")
     for sentence in conclusion(cluster, rows, args):
@@ -225,18 +225,16 @@ def main(cluster: Cluster, args: Args) -> None:
         print(json.dumps({"run_mode": "comm", "world_size": n, **figures}), flush=True)
 
 
-def table_of(rows: list[dict], title: str, world_size: int) -> Table:
-    """Return the table of what each operation costs, without the headers that comm adds to each."""
-    header = cost.header_traffic(world_size)
+def table_of(rows: list[dict], title: str) -> Table:
+    """Return the table of what each operation costs."""
     has_interface = any(row["interface_bytes"] is not None for row in rows)
     interface = ["on eth0"] if has_interface else []
     table = Table("op", "pattern", title=title)
     for column in ("rank 0 sent", "messages", *interface, "predicted", "measured"):
         table.add_column(column, justify="right")
     for row in rows:
-        ours = not row["by_formula"]
-        sent = units.show_bytes(row["bytes_sent"] - header.bytes_sent * ours) + "*" * (not ours)
-        cells = [row["op"], row["pattern"], sent, str(row["messages_sent"] - header.messages_sent * ours)]
+        sent = units.show_bytes(row["bytes_sent"]) + "*" * row["by_formula"]
+        cells = [row["op"], row["pattern"], sent, str(row["messages_sent"])]
         cells += [_shown(units.show_bytes, row["interface_bytes"])] if has_interface else []
         times = (_shown(units.show_seconds, row[name]) for name in ("predicted_seconds", "seconds"))
         table.add_row(*cells, *times)

@@ -12,13 +12,12 @@ a rank sends in a layer, forward and backward together:
       all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
       sequence parallelism (lesson 3)    8 (n-1)/n T w numbers with --no-overlap, else 10 (n-1)/n T w
 
-The functions below hold for any lengths. All-to-alls also send headers (comm/cost.py).
+The functions below hold for any lengths.
 """
 
 from collections.abc import Callable, Sequence
 
-from comm.collectives import chosen_pattern
-from comm.cost import header_traffic, pairwise_traffic
+from comm.cost import pairwise_traffic
 from context_parallel.parallel_model import ContextParallel, SharedSequence
 from lab.trace.ledger import Traffic
 
@@ -64,10 +63,7 @@ def all_to_all_layer(
     q, kv = num_heads // n, kv_heads // n  # heads of a rank
     to_heads = pairwise_traffic([lengths[rank] * (q + 2 * kv) * head] * n, itemsize, rank)
     to_tokens = pairwise_traffic([length * q * head for length in lengths], itemsize, rank)
-    headers = header_traffic(n, uneven_parts=len(set(lengths)) > 1)
-    if chosen_pattern("all_to_all", sequence.group) == "torch":
-        headers = Traffic()
     # A gradient takes its tensor's way back.
     back_to_tokens = pairwise_traffic([length * (q + 2 * kv) * head for length in lengths], itemsize, rank)
     back_to_heads = pairwise_traffic([lengths[rank] * q * head] * n, itemsize, rank)
-    return to_heads + to_tokens + headers + headers, back_to_tokens + back_to_heads + headers + headers
+    return to_heads + to_tokens, back_to_tokens + back_to_heads

@@ -157,8 +157,7 @@ class BucketDataParallel(nn.Module):
         """Start to average the bucket, and return while it travels: the backward continues."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
-        with span(f"bucket {len(self.in_flight)}", "launch", lane="launches", bytes=bucket.flat.nbytes):
-            work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
+        work = all_reduce(bucket.flat, "mean", self.group, async_op=True, pattern=self.pattern)
         self.in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:

@@ -86,8 +86,7 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
 
     state.sizes.append(gradients.numel())
     try:
-        with span(f"bucket {bucket.index()}", "launch", lane="launches", bytes=gradients.nbytes):
-            handle = all_reduce(gradients, op="mean", group=state.group, async_op=True, pattern="torch")
+        handle = all_reduce(gradients, op="mean", group=state.group, async_op=True, pattern="torch")
         if gradients.is_cuda and dist.get_backend(state.group) == "gloo":
             handle.wait()  # which copies the result back to the GPU; the future knows nothing of that
     except CommError as error:

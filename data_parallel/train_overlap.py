@@ -94,8 +94,7 @@ class OverlapDataParallel(nn.Module):
         """Start to average a gradient, and return while it travels: the backward continues."""
         if parameter.grad is None:  # this rank did not use it, but other ranks may have
             parameter.grad = torch.zeros_like(parameter)
-        with span("launch", "launch", lane="launches", bytes=parameter.grad.nbytes):
-            work = all_reduce(parameter.grad, "mean", self.group, async_op=True, pattern=self.pattern)
+        work = all_reduce(parameter.grad, "mean", self.group, async_op=True, pattern=self.pattern)
         self.in_flight.append(work)
 
     def finish_gradient_sync(self) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import Group, chosen_pattern
-from comm.cost import expected_traffic, header_traffic, pairwise_traffic
+from comm.cost import expected_traffic, pairwise_traffic
 from expert_parallel.config import ExpertGroups
 from lab.trace.ledger import Traffic
 from training.gradients import average_traffic
@@ -27,11 +27,7 @@ from training.gradients import average_traffic
 def exchange_traffic(sent_rr: Tensor, width: int, itemsize: int, group: Group) -> Traffic:
     """Return what this rank sends if rank p sends `sent_rr[p, q]` tokens to rank q in an all-to-all."""
     rank = dist.get_rank(group)
-    payload = pairwise_traffic((sent_rr[rank] * width).tolist(), itemsize, rank)
-    if chosen_pattern("all_to_all", group) == "torch":
-        return payload
-    is_uneven = len(sent_rr.unique()) > 1
-    return payload + header_traffic(len(sent_rr), is_uneven)
+    return pairwise_traffic((sent_rr[rank] * width).tolist(), itemsize, rank)
 
 
 def tokens_between(sent_rE: Tensor, groups: ExpertGroups) -> Tensor:

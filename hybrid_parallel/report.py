@@ -59,9 +59,11 @@ def axes_of(sizes: ParallelSizes) -> list[str]:
 
 
 def counted_by_axis(rows: Mapping[Entry, Traffic]) -> ByAxis:
-    """Return the traffic in the rows of a ledger, added up for each axis."""
+    """Return the traffic in the rows of a ledger, added up for each axis, without headers."""
     by_axis = dict.fromkeys(AXES, Traffic())
     for entry, sent in rows.items():
+        if entry.is_header:
+            continue
         by_axis[entry.axis] = by_axis.get(entry.axis, Traffic()) + sent
     return by_axis
 

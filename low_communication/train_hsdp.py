@@ -103,8 +103,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
     def _average(self, unit: Unit) -> None:
         """Start to average the gradients of this rank's shard over machines."""
         mine = self._of_machine.pop(unit)
-        with span("all-reduce", "launch", lane="launches", bytes=mine.nbytes):
-            work = all_reduce(mine, "mean", self.replicas, async_op=True, pattern=self.pattern)
+        work = all_reduce(mine, "mean", self.replicas, async_op=True, pattern=self.pattern)
         self._averaging.append((unit, mine, work))
 
     def finish_gradient_sync(self) -> None:

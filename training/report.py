@@ -36,8 +36,7 @@ def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]
 def pattern_and_transport(traffic: Mapping[Entry, Traffic], pattern: str) -> dict[str, str]:
     """Return the names of the patterns and transports in `traffic`; without messages, those of `pattern`."""
     by_bytes = sorted(traffic.items(), key=lambda row: -row[1].bytes_sent)
-    patterns = [entry.pattern for entry, sent in by_bytes if sent.messages_sent and entry.pattern != "header"]
-    patterns = list(dict.fromkeys(patterns))
+    patterns = list(dict.fromkeys(entry.pattern for entry, sent in by_bytes if sent.messages_sent))
     used = [transports_of(one) for one in patterns]
     transports = dict.fromkeys(name for names in used for name in sorted(names))
     return {

@@ -184,10 +184,9 @@ class ZeroOptimizer(ShardOptimizer):
     def _launch(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket: this rank's part of the gradients becomes the mean."""
         mine = bucket.gradients[bucket.layout.mine]
-        with span("reduce-scatter", "launch", lane="launches", bytes=bucket.gradients.nbytes):
-            work = reduce_scatter(
-                mine, bucket.gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
-            )
+        work = reduce_scatter(
+            mine, bucket.gradients, op="mean", group=self.group, async_op=True, pattern=self.pattern
+        )
         self._in_flight.append((bucket, work))
 
     def _wait_for_oldest(self) -> None:

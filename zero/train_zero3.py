@@ -146,8 +146,7 @@ class Unit:
                 view.copy_(parameter.grad)
                 parameter.grad = None
         mine = gradients[self.layout.mine]
-        with span("reduce-scatter", "launch", lane="launches", bytes=gradients.nbytes):
-            work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True, pattern=self.pattern)
+        work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True, pattern=self.pattern)
         self._reducing = mine, work
 
     def wait_for_gradients(self) -> Tensor:

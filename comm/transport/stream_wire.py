@@ -15,7 +15,7 @@ import torch
 
 from comm.transport.streams import Streams, streams_of
 from comm.wire.wire import Group, Transfer, Wire, bytes_of, check_peer
-from lab.trace.ledger import LEDGER
+from lab.trace.ledger import HEADER, LEDGER
 
 
 class StreamTransfer(Transfer):
@@ -60,7 +60,7 @@ class StreamWire(Wire):
         sends = verb == "send to"
         post = self.streams.post_send if sends else self.streams.post_receive
         if sends:
-            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
+            LEDGER.count(self.op, HEADER if header else self.pattern, tensor.nbytes, axis=self.axis)
         is_deferred = self.check is not None and not header
         if is_deferred and sends:
             distance = (self.rank - peer) % self.size

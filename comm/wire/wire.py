@@ -22,7 +22,7 @@ import torch.distributed as dist
 from comm.errors import CommError
 from comm.membership import liveness
 from lab.ranks.waiting import Wait
-from lab.trace.ledger import LEDGER
+from lab.trace.ledger import HEADER, LEDGER
 
 POINT_TO_POINT = "point_to_point"
 Group = dist.ProcessGroup | None
@@ -125,7 +125,7 @@ class Wire:
         counts = self._sent if sends else self._received
         start = self.group.send if sends else self.group.recv
         if sends and self.counted:
-            LEDGER.count(self.op, "header" if header else self.pattern, tensor.nbytes, axis=self.axis)
+            LEDGER.count(self.op, HEADER if header else self.pattern, tensor.nbytes, axis=self.axis)
         try:
             work = start([tensor], peer, self._tag(counts, peer))
         except RuntimeError as error:

@@ -2,6 +2,9 @@
 
 All traffic of the lessons goes through `comm`, which counts every message here. The messages of torch's own
 collectives cannot be counted. For these the ledger holds the result of a formula, and marks it as such.
+
+Before each collective the ranks compare what they call, in small messages called headers. They have rows of
+their own, and no total or formula contains them: a count is the one on paper.
 """
 
 import threading
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+HEADER = "header"  # the pattern of messages in which ranks compare their calls
 BACKGROUND = "background"  # the axis of a group whose messages may also leave between two steps
 
 
@@ -35,6 +39,10 @@ class Entry:
     pattern: str
     by_formula: bool = False
     axis: str = ""
+
+    @property
+    def is_header(self) -> bool:
+        return self.pattern == HEADER
 
 
 class Ledger:
@@ -69,7 +77,7 @@ class Ledger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count nothing that this thread sends in a `with` block: what is measured there is no lesson's."""
+        """Count nothing that this thread sends in a `with` block: use it for calibration."""
         self._paused.is_on = True
         try:
             yield
@@ -81,8 +89,8 @@ class Ledger:
             return {Entry(*key): Traffic(*row) for key, row in self._rows.items()}
 
     def total(self) -> Traffic:
-        """Return all traffic of this process so far. Subtract two totals for the traffic in between."""
-        return sum(self.rows().values(), Traffic())
+        """Return the traffic of this process so far, without headers. Subtract two for what is between."""
+        return sum((sent for entry, sent in self.rows().items() if not entry.is_header), Traffic())
 
     def clear(self) -> None:
         with self._lock:

@@ -67,7 +67,7 @@ class Meter:
         self._printed_at = -math.inf
         self._first_loss: float | None = None
         self._last_loss: Tensor | float | None = None
-        self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps
+        self.traffic: dict[Entry, Traffic] = {}  # sent inside the steps, without headers
         self._at_end = LEDGER.rows()  # of the last step
         self._peak: int | None = None
         reset_peak_memory(cluster.device)
@@ -84,7 +84,7 @@ class Meter:
         self._at_end = LEDGER.rows()
         for entry, traffic in self._at_end.items():
             new = traffic - before.get(entry, Traffic())
-            if new != Traffic():
+            if new != Traffic() and not entry.is_header:
                 self.traffic[entry] = self.traffic.get(entry, Traffic()) + new
         if self._first_step + len(self.windows) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training

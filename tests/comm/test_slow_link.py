@@ -84,9 +84,14 @@ def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: 
         posted = time.perf_counter_ns()
         with slow_link.slowed(Link(0.02, 0.0)):
             all_reduce(torch.ones(3), async_op=True, pattern=pattern).wait()
-        wait, event = sorted(recorded(), key=lambda event: event.lane == "communication")
-        assert (wait.kind, wait.lane) == ("wait", "main")
-        assert (event.name, event.kind, event.lane) == ("all_reduce", "communication", "communication")
+        events = {event.kind: event for event in recorded()}
+        assert {kind: event.lane for kind, event in events.items()} == {
+            "launch": "launches",
+            "wait": "main",
+            "communication": "communication",
+        }
+        event = events["communication"]
+        assert event.name == "all_reduce"
         assert event.start_ns + event.duration_ns - posted >= 40_000_000
         assert event.args["bytes"] == 12
 

@@ -91,7 +91,7 @@ def test_the_picture_has_the_bytes_of_each_axis_beside_its_formula():
 
     assert run_ranks(drawn_by, 4)[0].splitlines() == [
         "a rank sends in a step   stage 0   stage 1   by formula",
-        "pipeline                 3.6 kB    3.6 kB    an activation and a gradient for each microbatch, over "
+        "pipeline                 3.5 kB    3.5 kB    an activation and a gradient for each microbatch, over "
         "each boundary, and the gradient of the tied embedding",
-        "data                     7.9 kB    7.6 kB    all-reduce of the gradients",
+        "data                     7.8 kB    7.5 kB    all-reduce of the gradients",
     ]

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from comm.cost import header_traffic
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
@@ -37,10 +36,9 @@ def test_bytes_sent_equal_the_formulas_for_a_block_and_for_the_run():
             assert one["messages_sent"] == one["messages_formula"]
             assert one["block_bytes"] == one["block_bytes_formula"]
         all_reduce = 2 * (n - 1) * 2 * 32 * 32 * 4 // n  # of 2 windows of 32 tokens, of width 32
-        header = header_traffic(n).bytes_sent
-        whole, by_tokens = 4 * (all_reduce + header), 4 * (all_reduce + 2 * header)
-        again = all_reduce + 2 * header  # with overlap the backward gathers the inputs again
-        assert [one["block_bytes"] for one in by_rank] == [whole, whole, by_tokens + again, by_tokens]
+        # Of sequence parallel's two variants the first one, with overlap, gathers the inputs again.
+        times = [one["block_bytes"] / all_reduce for one in by_rank]
+        assert times == [4, 4, 5, 4]
         assert by_rank[2]["activations_bytes"] < 0.7 * by_rank[0]["activations_bytes"]
 
 

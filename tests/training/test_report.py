@@ -107,7 +107,7 @@ def test_a_v_shaped_pipeline_is_not_told_to_run_a_v(schedule: str):
     assert said.startswith(f"make run RUN_MODE={v if schedule == 'zb_h1' else native} ")
 
 
-def test_headers_are_no_pattern_and_one_rank_has_no_transport():
-    traffic = {Entry("all_reduce", "header"): Traffic(100, 5), Entry("broadcast", "tree"): Traffic(0, 0)}
+def test_a_run_without_messages_names_its_own_pattern_and_no_transport():
+    traffic = {Entry("broadcast", "tree"): Traffic(0, 0)}
     assert pattern_and_transport(traffic, "ring") == {"pattern": "ring", "transport": "none (one rank)"}
     assert median([None, 3.0, 1.0]) == 2.0 and median([None]) is None
