@@ -8,7 +8,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from training.arguments import TrainArgs
-from training.run import Run
+from training.old_run import Run
 
 
 def main(cluster: Cluster, args: TrainArgs) -> None:

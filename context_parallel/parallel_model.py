@@ -25,7 +25,7 @@ from lab.models.model import GPT, Attention, loss_of
 from training.arguments import NotOffered, Size
 from training.evaluation import sums_of
 from training.gradients import average_gradients
-from training.guard import Guard
+from training.old_guard import Guard
 from training.valid_targets import count_valid
 
 MAX_LENGTH = 1 << 20  # tokens

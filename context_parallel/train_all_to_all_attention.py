@@ -39,7 +39,7 @@ from lab.launch.errors import WorkbookError
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from training.gradients import average_traffic
-from training.run import Run
+from training.old_run import Run
 
 
 def all_to_all_attention(

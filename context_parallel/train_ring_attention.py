@@ -63,7 +63,7 @@ from lab.models.model import GPT, GPTConfig
 from lab.trace.memory import Observed
 from lab.trace.timeline import span
 from training.gradients import average_traffic
-from training.run import Run
+from training.old_run import Run
 from training.validate import tick_seconds
 
 

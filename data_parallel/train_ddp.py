@@ -19,7 +19,6 @@ That hook sends DDP's buckets through `comm` here, with pattern "torch". So they
 slowed down by --link as ours are, while gloo or nccl still reduces them.
 """
 
-import contextlib
 import dataclasses
 from typing import Literal
 
@@ -31,13 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from comm.collectives import CommError, Group, all_reduce
 from comm.cost import expected_traffic
 from comm.script import start
+from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
-from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace import timeline
 from lab.trace.gantt import MAIN_LANE
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
 from training.arguments import AccumulationArgs
 from training.run import Run
 
@@ -67,6 +65,10 @@ class HookState:
         """Raise the error that the hook has met in the backward, if any."""
         if self.error is not None:
             raise self.error
+
+    def traffic(self) -> Traffic:
+        """Return what a rank sends for the buckets of a step, which are float32."""
+        return sum((expected_traffic("all_reduce", "torch", size, 4) for size in self.sizes), Traffic())
 
 
 def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -98,42 +100,20 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
     return done
 
 
-def traffic_per_step(sizes: list[int]) -> Traffic:
-    """Return what this rank is expected to send for buckets of `sizes` float32 numbers each."""
-    return sum((expected_traffic("all_reduce", "torch", size, 4) for size in sizes), Traffic())
-
-
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "data_parallel_ddp")
     model = DistributedDataParallel(run.model(), bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=True)
     hook = HookState()
     model.register_comm_hook(hook, through_comm)
     optimizer = run.optimizer(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            parts = microbatches(x, y, args.grad_acc_steps)
-            hook.sizes.clear()
-            with run.step() as record:
-                num_targets = run.valid_targets(y)
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    is_last = i == len(parts) - 1
-                    with contextlib.nullcontext() if is_last else model.no_sync():
-                        with span("forward", "forward"):
-                            loss = loss_of(model(x), y, num_targets)
-                        with span("backward", "backward"):
-                            loss.backward()  # and wait for what is under way
-                        hook.check()
-                    total += loss.detach()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(hook.sizes))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, buckets=len(hook.sizes), predicted_step_seconds=run.predicted_seconds)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        hook.sizes.clear()
+        loss = accumulate(model, microbatches(x, y, args.grad_acc_steps), run.num_targets)
+        hook.check()
+        optimizer.step()
+        run.record(loss, traffic=hook.traffic())
+    run.finish(model, buckets=len(hook.sizes))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Overlap hides this time behind the backward (train_overlap.py), and buckets save
 Training", VLDB 2020, https://arxiv.org/abs/2006.15704.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -30,79 +29,59 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
 from training.arguments import Args
-from training.guard import Guard
+from training.guard import guarded
 from training.run import Run
 
 
+@guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
 class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
     With several microbatches, divide each one's sum of losses by the valid targets of the global batch / n
-    (training/valid_targets.py). `pattern` names the algorithm of the all-reduces: None is the ring, or with
-    NCCL torch's own. Broadcasts ignore it.
+    (training/valid_targets.py).
 
     Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
-    at wrapping, and are not sent again (DDP sends rank 0's before every forward). training/guard.py refuses
-    what would train wrongly. All ranks must have the same number of batches (sampler.py).
+    at wrapping, and are not sent again (DDP sends rank 0's before every forward). All ranks must have the
+    same number of batches (sampler.py).
     """
 
-    def __init__(self, module: nn.Module, group: Group = None, pattern: str | None = None) -> None:
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
         super().__init__()
-        self.module, self.group, self.pattern = module, group, pattern
-        self._guard = Guard(module)
+        self.module, self.group = module, group
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        self._guard.watch()
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        self._guard.before_forward()
         return self.module(*inputs, **named_inputs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that changes nothing here. With it one training loop fits all wrappers."""
-        return contextlib.nullcontext()
 
     def finish_gradient_sync(self) -> None:
         """Average the gradients, parameter by parameter."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # not used here: all ranks must call all_reduce, so send zeros
-                    parameter.grad = torch.zeros_like(parameter)
-                all_reduce(parameter.grad, op="mean", group=self.group, pattern=self.pattern)
-        self._guard.expect_gradients()
+        for parameter in self.trained:
+            if parameter.grad is None:  # not used here: all ranks must call all_reduce, so send zeros
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce(parameter.grad, "mean", self.group)
 
-
-def traffic_per_step(model: NaiveDataParallel, pattern: str) -> Traffic:
-    """Return what this rank is expected to send in a step: one all-reduce for each trained parameter."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sent = (expected_traffic("all_reduce", pattern, p.numel(), p.itemsize, model.group) for p in trained)
-    return sum(sent, Traffic())
+    def traffic(self) -> Traffic:
+        """Return what a rank sends in a step: for each parameter 2 (n-1) messages, 2 (n-1)/n of its bytes."""
+        sent = (expected_traffic("all_reduce", None, p.numel(), p.itemsize, self.group) for p in self.trained)
+        return sum(sent, Traffic())
 
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "data_parallel_naive")
-    model = NaiveDataParallel(run.model(), pattern=run.pattern)
+    model = NaiveDataParallel(run.model())
     optimizer = run.optimizer(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                with span("forward", "forward"):
-                    loss = loss_of(model(x), y, run.valid_targets(y))
-                optimizer.zero_grad()
-                with span("backward", "backward"):
-                    loss.backward()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic(traffic_per_step(model, run.pattern))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, predicted_step_seconds=run.predicted_seconds)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y, run.num_targets)
+        loss.backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        run.record(loss)
+    run.finish(model, traffic=model.traffic())
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ from lab.trace.timeline import span
 from training.arguments import NotOffered
 from training.checkpoint import Shard, plain_shards
 from training.gradients import average_gradients, is_in_backward
-from training.guard import Guard
-from training.run import Run
+from training.old_guard import Guard
+from training.old_run import Run
 
 
 class Router(nn.Module):

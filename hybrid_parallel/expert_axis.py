@@ -15,8 +15,6 @@ The auxiliary loss arises in every block, but only the last stage has the loss. 
 it arises: in the backward, `AddToLoss` gives it the gradient that a term of the loss has.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from comm.collectives import use_pattern
-from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
+from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.config import ExpertGroups, MoEConfig
 from expert_parallel.train_moe import MixtureOfExperts
 from lab.models.model import GPT, GPTConfig
@@ -125,20 +123,22 @@ class ReplicatedExperts:
     It has the methods of BucketDataParallel.
     """
 
-    def __init__(self, module: nn.Module, groups: ExpertGroups, pattern: str | None) -> None:
+    def __init__(self, module: nn.Module, groups: ExpertGroups) -> None:
         self._experts, self._ranks = experts_of(module), groups.num_expert_ranks
         own = set(self._experts)
         dense = [parameter for parameter in module.parameters() if parameter not in own]
         both = (dense, groups.everyone), (self._experts, groups.replicas)
-        self._parts = [BucketDataParallel(nn.ParameterList(p), group, pattern) for p, group in both]
+        self._parts = [BucketDataParallel(nn.ParameterList(p), group) for p, group in both]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Add gradients up inside of the block, and send nothing."""
-        with ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.no_sync())
-            yield
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward sends gradients: False in all microbatches but the last."""
+        return self._parts[0].require_backward_grad_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_last: bool) -> None:
+        for part in self._parts:
+            part.require_backward_grad_sync = is_last
 
     def finish_gradient_sync(self) -> None:
         """Complete the means. An expert's gradient is a sum over the tokens of its expert group."""
@@ -148,6 +148,6 @@ class ReplicatedExperts:
             if parameter.grad is not None:
                 parameter.grad /= self._ranks
 
-    def traffic_per_step(self) -> Traffic:
+    def traffic(self) -> Traffic:
         """Return what this rank sends in a step."""
-        return sum((traffic_per_step(part, part.pattern) for part in self._parts), Traffic())
+        return sum((part.traffic() for part in self._parts), Traffic())

@@ -24,7 +24,7 @@ different times in different stages.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -131,18 +131,18 @@ class HybridParallel(nn.Module):
         if zero in (1, 2):
             sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer
             parameters = self.module.parameters()
-            self.data = self.optimizer = sharded(parameters, optimizer_class, group, pattern, **options)
+            self.data = self.optimizer = sharded(parameters, optimizer_class, group, **options)
             return
         if zero == 3:
             self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
         elif self.sizes.replicas > 1 and self.experts is not None:
-            self.data = ReplicatedExperts(self.module, self.experts, pattern)
+            self.data = ReplicatedExperts(self.module, self.experts)
         elif self.sizes.compress:
-            self.data = CompressedDataParallel(self.module, self.sizes.compress, group, pattern)
+            self.data = CompressedDataParallel(self.module, self.sizes.compress, group)
         elif self.sizes.sync_every > 1:
             self.local, self.data = LocalSGD(self.module, self.sizes.sync_every, group, pattern), None
         elif self.sizes.replicas > 1:
-            self.data = BucketDataParallel(self.module, group, pattern)
+            self.data = BucketDataParallel(self.module, group)
         else:
             self.data = None
         self.optimizer = optimizer_class(self.module.parameters(), **options)
@@ -329,8 +329,20 @@ class HybridParallel(nn.Module):
         """With ZeRO 3, gather the full parameters along the data axis for the `with` block."""
         return self.data.gathered() if self.sizes.zero == 3 else contextlib.nullcontext()
 
-    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.data is None else self.data.no_sync()
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Add gradients up in the block: nothing is sent, or with ZeRO 2 and 3 those of each microbatch."""
+        if self.data is None or self.sizes.zero == 2:
+            yield
+        elif self.sizes.zero == 3:
+            with self.data.no_sync():
+                yield
+        else:
+            self.data.require_backward_grad_sync = False
+            yield
+            self.data.require_backward_grad_sync = True
+        if self.sizes.zero == 2:
+            self.data.finish_gradient_sync()
 
     def named_own_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by all names that they have in the full model.

@@ -31,16 +31,15 @@ from torch import Tensor
 from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic
 from context_parallel.cost import all_to_all_layer, ring_layer
-from data_parallel.train_bucket_overlap import BucketDataParallel, traffic_per_step
 from expert_parallel.expected_traffic import counts_traffic, tokens_traffic
 from hybrid_parallel import mesh
-from hybrid_parallel.expert_axis import BalancedExperts, ReplicatedExperts, layers_of
+from hybrid_parallel.expert_axis import BalancedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
-from low_communication import train_compressed, train_local_sgd
+from low_communication import train_local_sgd
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
 from training.gradients import average_traffic
-from zero import train_zero1, train_zero3
+from zero import train_zero3
 
 ByAxis = dict[str, Traffic]
 AXES = (*mesh.AXES, "expert")
@@ -77,16 +76,11 @@ def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
         return train_local_sgd.traffic_of_average(hybrid.local, hybrid.optimizer)
     if hybrid.data is None:
         return Traffic()
-    if isinstance(hybrid.data, train_compressed.CompressedDataParallel):
-        return train_compressed.traffic_per_step(hybrid.data)
-    if isinstance(hybrid.data, BucketDataParallel):
-        return traffic_per_step(hybrid.data, hybrid.pattern)
-    if isinstance(hybrid.data, ReplicatedExperts):
-        return hybrid.data.traffic_per_step()
     if isinstance(hybrid.data, train_zero3.FullyShardedDataParallel):
         return train_zero3.traffic_per_step(hybrid.data, hybrid.sizes.microbatches, is_clipped)
-    reductions = hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1
-    return train_zero1.traffic_per_step(hybrid.data, reductions, is_clipped)
+    if hybrid.sizes.zero:
+        return hybrid.data.traffic(hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1, is_clipped)
+    return hybrid.data.traffic()
 
 
 def _of_counts(hybrid: HybridParallel) -> Traffic:

@@ -37,7 +37,7 @@ from hybrid_parallel.sizes import refuse_sizes
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
 from lab.trace.timeline import span
-from training.run import Run
+from training.old_run import Run
 
 
 def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, HybridParallel]:

@@ -39,16 +39,17 @@ from comm.collectives import Group
 from comm.script import start
 from comm.wire.staging import handover_of
 from data_parallel.train_bucket_overlap import Bucket, BucketArgs, BucketDataParallel
-from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
+from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
-from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from low_communication.compressors import COMPRESSORS, Compressor, Float32
+from training.guard import guarded
 from training.run import Run
 
 
+@guarded
 class CompressedDataParallel(BucketDataParallel):
     """Wraps a module that every rank of `group` holds, and averages its compressed gradients over the ranks.
 
@@ -65,17 +66,16 @@ class CompressedDataParallel(BucketDataParallel):
         module: nn.Module,
         compress: str = "int8",
         group: Group = None,
-        pattern: str | None = None,
         bucket_mb: float = 1.0,
         error_feedback: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(module, group, pattern, bucket_mb)
+        super().__init__(module, group, bucket_mb)
         self.compressors: dict[Bucket, Compressor] = {}
         self.uncompressed: dict[Bucket, Compressor] = {}
         for bucket in self.buckets:
             shapes = [shape_in_memory(view) for view in bucket.views.values()]
-            how = shapes, group, pattern, bucket.flat.dtype
+            how = shapes, group, None, bucket.flat.dtype
             self.compressors[bucket] = COMPRESSORS[compress](*how, **options)
             self.uncompressed[bucket] = Float32(*how)
         self.error_feedback, self.is_compressing = error_feedback, True
@@ -117,6 +117,10 @@ class CompressedDataParallel(BucketDataParallel):
                 work.result()  # raises the thread's error
         self._expect_gradients()
 
+    def traffic(self) -> Traffic:
+        """Return what a rank sends in a step such as the last one."""
+        return sum((compressor.traffic() for compressor in self.in_use.values()), Traffic())
+
 
 def shape_in_memory(tensor: Tensor) -> list[int]:
     """Return the tensor's sizes, the dim of the largest stride first: how its numbers lie in the bucket."""
@@ -153,42 +157,20 @@ class CompressedArgs(BucketArgs):
         return own.get(self.compress, {})
 
 
-def traffic_per_step(model: CompressedDataParallel) -> Traffic:
-    """Return what this rank is expected to send in a step."""
-    return sum((compressor.traffic() for compressor in model.in_use.values()), Traffic())
-
-
 def main(cluster: Cluster, args: CompressedArgs) -> None:
     run = Run(cluster, args, "data_parallel_compressed")
     model = CompressedDataParallel(
-        run.model(), args.compress, None, run.pattern, args.bucket_mb, args.error_feedback, **args.options()
+        run.model(), args.compress, None, args.bucket_mb, args.error_feedback, **args.options()
     )
     optimizer = run.optimizer(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            parts = microbatches(x, y, args.grad_acc_steps)
-            model.is_compressing = step >= args.compress_after
-            with run.step() as record:
-                num_targets = run.valid_targets(y)
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    is_last = i == len(parts) - 1
-                    with contextlib.nullcontext() if is_last else model.no_sync():
-                        with span("forward", "forward"):
-                            loss = loss_of(model(x), y, num_targets)
-                        with span("backward", "backward"):
-                            loss.backward()
-                    total += loss.detach()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(model))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    share = traffic_per_step(model).bytes_sent / max(1, uncompressed(model, run.pattern).bytes_sent)
+    for x, y in run.batches(model, optimizer):
+        model.is_compressing = run.current_step > args.compress_after
+        optimizer.zero_grad()
+        loss = accumulate(model, microbatches(x, y, args.grad_acc_steps), run.num_targets)
+        model.finish_gradient_sync()
+        optimizer.step()
+        run.record(loss, traffic=model.traffic())
+    share = model.traffic().bytes_sent / max(1, BucketDataParallel.traffic(model).bytes_sent)
     run.finish(model, buckets=len(model.buckets), bytes_share=share)
 
 

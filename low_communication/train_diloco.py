@@ -60,8 +60,8 @@ from lab.trace.timeline import span
 from low_communication.compressors import COMPRESSORS, Compressor
 from low_communication.train_local_sgd import LocalArgs
 from training.arguments import OPTIMIZERS
-from training.guard import Guard
-from training.run import Run
+from training.old_guard import Guard
+from training.old_run import Run
 from training.valid_targets import count_valid
 
 WIRES = ("float32", "bf16", "int8")  # the other compressors need error feedback

@@ -60,7 +60,7 @@ from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ZeroArgs
-from training.run import Run
+from training.old_run import Run
 from zero.memory import owned, shares_of
 from zero.train_zero3 import FullyShardedDataParallel, Unit
 from zero.train_zero3 import traffic_per_step as traffic_of_shards

@@ -49,8 +49,8 @@ from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from training.arguments import OPTIMIZERS, Args, NotOffered
-from training.guard import Guard
-from training.run import Run
+from training.old_guard import Guard
+from training.old_run import Run
 from training.valid_targets import count_valid
 
 

@@ -18,7 +18,7 @@ from lab.trace.makespan import figures_of
 from lab.trace.memory import saved_activations
 from pipeline_parallel.balance import Balance
 from pipeline_parallel.own_stages import OwnStages
-from training.run import Run
+from training.old_run import Run
 from training.validate import tick_seconds
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw

@@ -46,7 +46,7 @@ from training import guard
 from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
-from training.guard import Guard
+from training.old_guard import Guard
 
 _SEEDS = 2**62
 

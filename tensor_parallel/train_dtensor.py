@@ -62,7 +62,7 @@ from lab.trace.timeline import span
 from tensor_parallel.layers import TIME, validate_divisible, validate_heads
 from training.arguments import NotOffered, Size, TrainArgs
 from training.evaluation import sums_of
-from training.run import Run
+from training.old_run import Run
 from training.validate import validate_nccl
 
 

@@ -33,7 +33,7 @@ from lab.trace.timeline import span
 from tensor_parallel.expected_traffic import figures, traffic_per_step
 from tensor_parallel.parallelize import parallelize
 from training.arguments import ClipArgs, NotOffered, Size
-from training.run import Run
+from training.old_run import Run
 
 
 @dataclasses.dataclass

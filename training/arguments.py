@@ -7,6 +7,8 @@ import torch
 import tyro
 from torch.optim import Optimizer
 
+from lab.models.model import GPTConfig
+
 NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
 """The type of an option of the base class that a script does not offer: its command line lacks it."""
 
@@ -24,8 +26,29 @@ Transport = Literal["auto", "shared_memory", "sockets", "gloo"]
 """The transports of comm/transport/choice.py."""
 
 
+class OtherOptions:
+    """Holds the options that only some scripts have, with the values that stand for all other scripts.
+
+    This is no dataclass, so a script offers an option only if its own class declares it again.
+    """
+
+    model: str = "gpt"  # or "baby_cnn" or "mlp", which learn digits
+    layers: int | None = None  # as `size` says
+    length: int | None = None  # of a sequence; as `size` says
+    pattern: str | None = None
+    grad_acc_steps: int = 1
+    bucket_mb: float | None = None
+    clip: float | None = None
+    sync_every: int = 1  # steps between two rounds in which the ranks communicate
+    optimizer: str = "adamw"
+    bf16: bool = False  # whether the model computes in 16 bits
+    experts: int = 1  # in each block
+    checkpoint_every: int = 0
+    checkpoint_keep: int = 1
+
+
 @dataclasses.dataclass
-class TrainArgs:
+class TrainArgs(OtherOptions):
     """Train a small GPT on the source of Python's standard library."""
 
     steps: int = 60
@@ -70,6 +93,38 @@ class TrainArgs:
     """Print all rows of the report (docs/report.md), not only the most important ones."""
     json: bool = False
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
+
+    def validate(self, world_size: int) -> None:
+        """Raise WorkbookError for what a lesson refuses. All ranks have the same arguments then."""
+
+    def gpt_config(self) -> GPTConfig:
+        """Return the sizes of the GPT."""
+        own = {"num_layers": self.layers, "block_size": self.length}
+        return GPTConfig.named(self.size, **{name: size for name, size in own.items() if size is not None})
+
+    @property
+    def flops_dtype(self) -> torch.dtype | None:
+        """Return the type of numbers in which the model computes; None if no formula counts its FLOPs."""
+        if self.experts > 1:
+            return None
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def made_with(self) -> dict[str, Any]:
+        """Return what must be the same for another run to go on from this one's checkpoint.
+
+        The lesson, the number of ranks and how they divide the model are not among it.
+        """
+        config = self.gpt_config()
+        sizes = {"layers": self.layers, "width": config.width}
+        if self.model == "gpt":
+            sizes = dataclasses.asdict(config)
+        return sizes | self.chosen(
+            "model", "batch_size", "lr", "seed", "metronome", "optimizer", "ignore_first"
+        )
+
+    def chosen(self, *names: str) -> dict[str, Any]:
+        """Return the values of these options, without those that are None, 0 or False."""
+        return {name: value for name in names if (value := getattr(self, name))}
 
 
 ShardPattern = Literal["auto", "ring", "pipelined_ring", "pairwise", "tree", "torch"]  # they also gather

@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lab.launch.errors import WorkbookError
+
 CURE = (
     "The training diverges: take a smaller --lr, or clip the gradients (--clip) where the script can. "
-    "--allow-nonfinite goes on all the same."
+    "To continue anyway: --allow-nonfinite."
 )
 
 
@@ -26,6 +28,12 @@ def not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     if not local or torch.nn.utils.get_total_norm([tensor for _, tensor in local], math.inf).isfinite():
         return None
     return next(name for name, tensor in local if not tensor.isfinite().all())
+
+
+def refuse_not_finite(model: Any, optimizer: Optimizer, step: int, rank: int) -> None:
+    """Raise WorkbookError before a step of the optimizer whose gradients are not finite."""
+    if (name := not_finite(gradients_by_name(model, optimizer))) is not None:
+        raise WorkbookError(f"The gradient of {name} is not finite in step {step} on rank {rank}. {CURE}")
 
 
 def gradients_by_name(model: Any, optimizer: Optimizer) -> Iterable[tuple[str, Tensor]]:

@@ -1,20 +1,25 @@
 """Refuse, in one sentence, the uses of a wrapper that would train wrongly without an error.
 
-      at wrapping        a layer has sparse gradients, or an optimizer looks at more than one number at a time
+      when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard
       in a backward      the gradients of the backward before it are still being sent
       before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; or the
                          optimizer needs all of a parameter of which the rank has a shard
       with a shard       its norm, or another number for which all of the tensor is needed
 
+The guard only observes, from outside: a wrapper that nobody watches trains the same, and refuses nothing.
+
+      @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
+      watch(model)                              the same for one object; `Run.batches` calls it
+
 All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
 
-import contextlib
+import functools
 import inspect
 import weakref
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +39,7 @@ NEEDS_ALL = {  # and all functions that return one number
     *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "topk", "sort", "median", "multinomial"),
     *("var", "std_mean", "softmax", "log_softmax", "logsumexp", "cross_entropy", "nll_loss", "std"),
 }
+Watched = TypeVar("Watched")
 
 
 class Shard(Tensor):
@@ -57,56 +63,79 @@ class Shard(Tensor):
         return result
 
 
-_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+_guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary()
 
 
-def _mark_output(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Let `loss_of` know that other ranks have losses of this model, too."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if several and isinstance(output, Tensor) and not torch.compiler.is_compiling():
-        output.has_other_ranks = True  # type: ignore[attr-defined]
+def is_watchable(wrapper: object) -> bool:
+    """Return whether this model or optimizer averages gradients over ranks in a method of its own."""
+    sends = hasattr(wrapper, "finish_gradient_sync") and not hasattr(wrapper, "stages")
+    return sends and not hasattr(wrapper, "_guard")
+
+
+def watch(wrapper: Watched) -> Watched:
+    """Refuse from now on what would train wrongly with this model or optimizer; return it. Twice is once."""
+    if wrapper not in _guards:
+        _guards[wrapper] = Guard(wrapper)
+    return wrapper
+
+
+def guarded(cls: type[Watched]) -> type[Watched]:
+    """Watch each object of the decorated class from the end of its constructor on."""
+    constructor = cls.__init__
+
+    @functools.wraps(constructor)
+    def construct(self: Watched, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        if type(self) is cls:  # a subclass says for itself whether it is guarded
+            watch(self)
+
+    cls.__init__ = construct  # type: ignore[assignment, method-assign]
+    return cls
 
 
 class Guard:
-    """Watches how a wrapper of `module` is used: the wrapper reports forwards, gradients and their mean.
+    """Observes a model, or an optimizer, that sends gradients, by torch's hooks and a call after its methods.
 
-    A wrapper that has parameters but no module passes nn.ParameterList(parameters). `shards` are those
-    parameters that the rank has in part: an optimizer of them must work element by element.
+    It looks at `finish_gradient_sync()`, which ends a step's communication; at its `module`; at
+    `require_backward_grad_sync`, if it sends in the backward, which is False in all microbatches but the
+    last; and at its `parameter_shards`, if the rank trains shards of the parameters.
     """
 
-    def __init__(self, module: nn.Module, shards: Collection[nn.Parameter] = ()) -> None:
-        for name, layer in module.named_modules():
-            if "_orig_mod" in layer._modules:
-                raise WorkbookError(
-                    "torch.compile(module) changes the names of parameters: call module.compile() instead."
-                )
-            is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
-            if is_sparse and layer.weight.requires_grad:
-                raise WorkbookError(f"{name or type(layer).__name__} {SPARSE}")
-        self.is_synchronising = True  # False inside no_sync()
+    def __init__(self, wrapper: Any) -> None:
+        # A weak reference, because the wrapper is the key of the guard, which must not keep it alive.
+        self._wrapper, shards = weakref.ref(wrapper), getattr(wrapper, "parameter_shards", ())
+        self._shards = [shard.tensor for shard in shards]
+        module = getattr(wrapper, "module", None) or nn.ParameterList(shard.parameter for shard in shards)
+        refuse_layers(module)
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
-        self._wrapped = self._parameters()
-        self._has_local_gradients = False  # those of no_sync()
-        self.arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
-        self._shards, self._accepted = set(shards), weakref.WeakSet[Optimizer]()
-        module.register_forward_hook(_mark_output)
-        _guards.add(self)
+        self._wrapped = parameters_of(module)
+        self._arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
+        self._accepted = weakref.WeakSet[Optimizer]()
+        self._sends_in_the_backward = hasattr(wrapper, "require_backward_grad_sync")
+        if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
+            wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
+            wrapper.register_forward_hook(_mark_output)
+        else:
+            refuse_unless_elementwise(type(wrapper.inner), wrapper.inner.defaults)
+            self._accepted.add(wrapper.inner)
+        averages = hasattr(wrapper, "finish_gradient_sync")
+        for parameter in self._kept if averages else []:
+            if parameter.requires_grad:
+                # A hook of the tensor runs before the gradient is added, and so before the wrapper's own.
+                parameter.register_hook(functools.partial(self.on_gradient, parameter))
+        _observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
+        _observe_calls(wrapper, "clip_grad_norm_", self.before_step)
 
-    @property
-    def trained(self) -> set[nn.Parameter]:
-        """Return what an optimizer of the wrapper gets."""
-        return self._shards or set(self._kept)
+    def is_concerned(self, optimizer: Optimizer, trained: set[Tensor]) -> bool:
+        """Return whether the optimizer trains something of the wrapper, and is not the wrapper itself."""
+        return optimizer is not self._wrapper() and not trained.isdisjoint(self._shards or self._kept)
 
-    def _parameters(self) -> dict[str, tuple[Any, ...]]:
-        named = self._module.named_parameters(remove_duplicate=False)
-        return {name: (id(p), p.requires_grad, p.dtype, p.device) for name, p in named}
-
-    def before_forward(self, is_step: bool = False) -> None:
+    def refuse_changes(self, module: nn.Module, is_step: bool = False) -> None:
         """Raise WorkbookError if the module has other parameters than when it was wrapped.
 
         Before a step, only those that are trained count.
         """
-        now = self._parameters() if torch.is_grad_enabled() else self._wrapped
+        now = parameters_of(module) if torch.is_grad_enabled() else self._wrapped
         changed = [name for name in self._wrapped | now if self._wrapped.get(name) != now.get(name)]
         if is_step:
             changed = [name for name in changed if name in now and now[name][1]]
@@ -117,66 +146,98 @@ class Guard:
                 "first, then wrap it."
             )
 
-    def note_arrival(self, parameter: Tensor) -> bool:
-        """Note that the parameter's gradient has arrived; return False if autograd's result was None.
-
-        Call it in the hook of `parameter`. It refuses a second backward that adds to what is being sent.
-        """
-        gradient = parameter.grad
+    def on_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Refuse a second backward that would add to what is being sent. This is a hook of the parameter."""
         if gradient is None:
-            return False
+            return
         if gradient.layout != torch.strided:
             raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
-        if parameter in self.arrived:
+        if self._sends_in_the_backward and parameter in self._arrived:
             raise WorkbookError(
-                "Another backward began before finish_gradient_sync(): run all but the last one inside "
-                "no_sync(); a layer that passes several checkpoints needs use_reentrant=False; after an "
-                "error, call finish_gradient_sync() and zero_grad()."
+                "Another backward began before finish_gradient_sync(): set require_backward_grad_sync=False "
+                "for all but the last one; a layer that passes several checkpoints needs "
+                "use_reentrant=False; after an error, call finish_gradient_sync() and zero_grad()."
             )
-        if self.is_synchronising:
-            self.arrived.add(parameter)
-        return True
+        if getattr(self._wrapper(), "require_backward_grad_sync", True):
+            self._arrived.add(parameter)
+        else:
+            self._has_local_gradients = True
 
-    def watch(self) -> None:
-        """Note each gradient that a backward makes. A wrapper needs it that has no hooks of its own."""
-        for parameter in self.trained:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.arrived.add)
+    _has_local_gradients = False  # those of all microbatches but the last
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Mark the backwards of all microbatches but the last: their gradients add up."""
-        self.is_synchronising, self._has_local_gradients = False, True
-        try:
-            yield
-        finally:
-            self.is_synchronising = True
+    def before_finish(self) -> None:
+        """Raise WorkbookError if a parameter was frozen or replaced: an optimizer sees no forward."""
+        self.refuse_changes(self._module)
 
-    def expect_gradients(self) -> None:
-        """Prepare for the next backward: none of its gradients has arrived."""
-        self.arrived.clear()
+    def after_finish(self) -> None:
+        """Note that the gradients are the mean over ranks; those of shards are marked as such."""
+        self._arrived.clear()
         self._has_local_gradients = False
+        for shard in self._shards:
+            mark_gradient(shard)
 
     def before_step(self) -> None:
         """Raise WorkbookError if gradients have not been averaged yet, or were not all watched."""
-        self.before_forward(is_step=True)  # a mesh or a schedule does not run the wrapper's forward
-        if self.arrived or self._has_local_gradients:
+        # A mesh or a schedule does not run the wrapper's forward.
+        self.refuse_changes(self._module, is_step=True)
+        if self._arrived or self._has_local_gradients:
             raise WorkbookError("Call finish_gradient_sync() after the last backward, and before step().")
 
     def accept(self, optimizer: Optimizer) -> None:
         """Raise WorkbookError if the optimizer would treat shards in another way than full parameters."""
         if not self._shards or optimizer in self._accepted:
             return
-        known = inspect.signature(type(optimizer)).parameters
-        options = {name: value for name, value in optimizer.defaults.items() if name in known}
-        refuse_unless_elementwise(type(optimizer), options)
+        refuse_unless_elementwise(type(optimizer), optimizer.defaults)
         self._accepted.add(optimizer)
+
+
+def _observe_calls(
+    wrapper: Any, name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None
+) -> None:
+    """Let `before()` and `after()` run around each call of the object's method, if it has it."""
+    method = getattr(wrapper, name, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = method(*args, **kwargs)
+        after()
+        return result
+
+    setattr(wrapper, name, observed)
+
+
+def parameters_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return by name what must not change of each parameter."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: (id(p), p.requires_grad, p.dtype, p.device) for name, p in named}
+
+
+def _mark_output(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Let `loss_of` know that other ranks have losses of this model, too."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several and isinstance(output, Tensor) and not torch.compiler.is_compiling():
+        output.has_other_ranks = True  # type: ignore[attr-defined]
+
+
+def refuse_layers(module: nn.Module) -> None:
+    """Raise WorkbookError if a layer has sparse gradients, or is a copy that torch.compile has made."""
+    for name, layer in module.named_modules():
+        if "_orig_mod" in layer._modules:
+            raise WorkbookError(
+                "torch.compile(module) changes the names of parameters: call module.compile() instead."
+            )
+        is_sparse = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
+        if is_sparse and layer.weight.requires_grad:
+            raise WorkbookError(f"{name or type(layer).__name__} {SPARSE}")
 
 
 def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Run as a hook before each step of any optimizer: ask the guards of the parameters that it trains."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    guards = [guard for guard in _guards if not trained.isdisjoint(guard.trained)]
+    guards = [guard for guard in list(_guards.values()) if guard.is_concerned(optimizer, trained)]
     closure: Any = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
 
     def check() -> None:
@@ -190,7 +251,7 @@ def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
     for guard in guards:
         guard.accept(optimizer)
-    if closure is not None:
+    if closure is not None and guards:
         return args[:1], {"closure": checked_closure}
     check()
     return None
@@ -218,6 +279,8 @@ def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
 
 def refuse_unless_elementwise(optimizer_class: type[Optimizer], options: dict[str, Any]) -> None:
     """Raise WorkbookError unless the optimizer updates a parameter in two parts as it updates all of it."""
+    known = inspect.signature(optimizer_class).parameters
+    options = {name: value for name, value in options.items() if name in known}
     random = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(3, 24, generator=random, dtype=torch.float64)
 

@@ -11,10 +11,14 @@ Compute, and the latency and speed of the link, are measured. The rest follows f
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from comm import cost
+from comm.cost import Link
 from lab.trace.gantt import MAIN_LANE, Event
+from lab.trace.ledger import Entry, Traffic
 from lab.trace.overlap import BLOCKED, busy, difference, intersection, total
+from training.calibrate import LARGE_BYTES
 
 Message = tuple[float, int]  # seconds of computing before it is ready, and its bytes
 
@@ -62,7 +66,19 @@ def observed_step(events: Sequence[Event]) -> tuple[float, float, list[Message]]
     return compute, total(updating), messages
 
 
-def median_step_seconds(steps: Sequence[Sequence[Event]], wire: Callable[[int], float]) -> float | None:
-    """Return the median of the predictions for several steps, or None without steps."""
+def predicted_seconds(
+    steps: Sequence[Sequence[Event]], traffic: Mapping[Entry, Traffic], pattern: str, ranks: int, link: Link
+) -> float | None:
+    """Return the median of the predictions for several steps, from one rank's spans of each.
+
+    None without steps, or where `traffic` has other messages than those of all-reduces.
+    """
+    if {entry.op for entry, sent in traffic.items() if sent.messages_sent} - {"all_reduce"}:
+        return None
+    pattern = cost.model_of("all_reduce", cost.pattern_for("all_reduce", pattern, LARGE_BYTES))
+
+    def wire(num_bytes: int) -> float:
+        return cost.seconds("all_reduce", pattern, num_bytes, ranks, link)
+
     predictions = [step_seconds(*observed_step(events), wire) for events in steps]
     return statistics.median(predictions) if predictions else None

@@ -7,7 +7,9 @@ blocking_share   the share of the communication time in which the main thread it
 
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,15 +17,22 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from comm.exchange import exchange
+from comm.clocks import gather_events
+from comm.exchange import exchange, on_main
 from comm.transport.streams import transports_of
 from lab import units
 from lab.check import module_digest, state_digest
 from lab.cluster import Cluster
-from lab.trace.gantt import Event
+from lab.trace import timeline
+from lab.trace.gantt import Event, draw
 from lab.trace.ledger import Entry, Traffic
-from lab.trace.overlap import overlap_of
+from lab.trace.overlap import overlap_of, per_step
 from training import conclusion
+
+
+def spans_of(windows: Sequence[tuple[int, int]]) -> list[list[Event]]:
+    """Return this rank's spans in each step, from the starts and ends of the steps."""
+    return per_step(timeline.recorded(), windows)
 
 
 def overlap_figures(steps: Sequence[Sequence[Event]]) -> dict[str, float | None]:
@@ -56,6 +65,31 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
     if not hasattr(module, "full_state_dict"):
         return exchange(module_digest(module))
     return exchange(state_digest(module.full_state_dict()))  # type: ignore[operator]
+
+
+def draw_trace(
+    cluster: Cluster, run_mode: str, folder: str, steps: Sequence[Sequence[Event]], as_json: bool
+) -> None:
+    """Write the files of --trace, from this rank's spans of some steps. All ranks must call it."""
+    title = f"{run_mode}, {cluster.world_size} ranks"
+    everyones = gather_events([event for events in steps for event in events])
+    name = f"{run_mode}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    paths = Path(folder, f"{name}.json"), Path(folder, f"{name}.png")
+
+    def write() -> None:
+        parts = [path.with_name(f".{path.name}") for path in paths]  # a full disk must leave no cut file
+        try:
+            timeline.write_chrome_trace(parts[0], everyones)
+            draw(everyones, parts[1], title)
+            for part, path in zip(parts, paths, strict=True):
+                part.replace(path)
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
+
+    on_main(cluster, f"write the trace in {folder}", write)
+    if cluster.is_main and not as_json:
+        print(f"The trace is in {' and '.join(map(str, paths))}.")
 
 
 def print_report(

@@ -1,18 +1,16 @@
 """Run a training: what the scripts of all lessons share around their loops.
 
-run = Run(cluster, args, "data_parallel_overlap")
-model = OverlapDataParallel(run.model(), pattern=run.pattern)
+run = Run(cluster, args, "data_parallel_naive")
+model = NaiveDataParallel(run.model())
 optimizer = run.optimizer(model)
-with run.checkpointing(model, optimizer) as first:    # 0, or the step that --resume continues with
-    for step in range(first, args.steps):
-        x, y = run.batch(step)                        # this rank's slice of the global batch
-        with run.step() as record:                    # timed; the bytes sent here are counted
-            ...                                       # the lesson
-            record.loss = run.mean_loss(loss)
-        run.expect_traffic(formula)                   # the report shows it beside the counted bytes
-        run.evaluate(step, model)                     # on held-out data: --eval-every, and after the last
-        run.stop_if_asked(step)                       # with --checkpoint, all ranks end after one Ctrl-C
-run.finish(model)
+for x, y in run.batches(model, optimizer):     # this rank's slice of each step's global batch
+    ...                                        # the lesson: this is timed, and what it sends is counted
+    run.record(loss)                           # averaged over the ranks after the step
+run.finish(model, traffic=model.traffic())     # the report compares the formula with what was counted
+
+Between two steps `batches` does what each training needs: it averages the loss, evaluates (--eval-every),
+saves, and ends after Ctrl-C (--checkpoint). Before the first one it resumes (--resume), lets the guard watch
+the model (guard.py), and attaches what records the spans (lab/trace/observer.py).
 
 A model that divides something among ranks has what Run needs as methods of its own. All ranks call them
 together; a plain module needs none of them.
@@ -22,56 +20,54 @@ together; a plain module needs none of them.
     shards(optimizer)                 what this rank holds of each full tensor (training/checkpoint.py)
     evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
                                       rank counts it (training/evaluation.py)
+    observed()                        the modules whose forwards and backwards are recorded, if not itself
 """
 
-import dataclasses
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from comm import cost
-from comm.clocks import gather_events
-from comm.collectives import all_reduce, default_pattern, pattern_for
-from comm.cost import Link, expected_traffic
-from comm.exchange import on_main
+from comm.collectives import all_reduce, default_pattern, use_pattern
+from comm.cost import Link
 from comm.same_start import check_same_start
 from comm.transport import choice
 from comm.wire import slow_link
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
-from lab.launch.errors import Complete, Stopped, WorkbookError
-from lab.launch.interrupt import StopRequest
-from lab.launch.launcher import restart_count
-from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, MLPConfig
+from lab.launch.errors import WorkbookError
+from lab.models.model import GPT, MLP, BabyCNN, MLPConfig
 from lab.models.text import rank_slice
 from lab.trace import timeline
-from lab.trace.gantt import Event, draw
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
-from lab.trace.overlap import per_step
+from lab.trace.observer import observe_module, observe_optimizer
+from training import guard
 from training.arguments import TrainArgs, given
-from training.calibrate import LARGE_BYTES, measure_all_reduce, measure_flops
-from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
+from training.calibrate import measure_all_reduce, measure_flops
 from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
-from training.finite import CURE, gradients_by_name, not_finite
-from training.predict import median_step_seconds
-from training.report import overlap_figures, pattern_and_transport, print_report, replica_digests
+from training.finite import CURE, refuse_not_finite
+from training.predict import predicted_seconds
+from training.report import (
+    draw_trace,
+    overlap_figures,
+    pattern_and_transport,
+    print_report,
+    replica_digests,
+    spans_of,
+)
+from training.resuming import Resuming
 from training.valid_targets import valid_targets
-from training.validate import refuse_if, tick_seconds, validate_arguments, validate_folder
+from training.validate import tick_seconds, validate_arguments, validate_folder
 
 WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
 DRAWN_STEPS = 3  # in a picture; more would not make it clearer
-
-DEFAULTS = {"optimizer": "adamw", "balance": "aux"}  # of lessons that have no such option
 
 
 class Run:
@@ -81,15 +77,14 @@ class Run:
     `stream` is the number of the random stream from which it draws dropout masks; None: i. Ranks get
     different initial weights, so that a missing broadcast shows, or the same ones with `same_weights`.
 
-    `args.model` is "gpt" (text; the default), "baby_cnn" or "mlp" (digits). If `args` has a method
-    `validate(world_size)`, it is called once all ranks are known to have the same arguments, and may refuse
-    them. Set `not_measured` to a reason where spans cannot tell what was computed while something was sent:
-    the report then leaves these figures out. Set `link` to have its alpha and beta in the report instead of
-    those of an all-reduce.
+    What a lesson adds to the options of all scripts, its Args declare (arguments.py). Set `not_measured` to a
+    reason where spans cannot tell what was computed while something was sent: the report then leaves these
+    figures out. Set `link` to have its alpha and beta in the report instead of those of an all-reduce.
     """
 
     not_measured: str | None = None
     link: Link | None = None
+    num_targets = 0.0  # of this step: the mean over ranks of the valid targets (valid_targets.py)
 
     def __init__(
         self,
@@ -102,67 +97,51 @@ class Run:
         same_weights: bool = False,
     ) -> None:
         self._cluster, self._args, self._run_mode = cluster, args, run_mode
-        self._model: str = getattr(args, "model", "gpt")
         self._share = (cluster.rank, cluster.world_size) if share is None else share
+        self._is_data_parallel = share is None
         self._stream = self._share[0] if stream is None else stream
         self._seed = args.seed + (0 if same_weights else cluster.rank)  # of the initial weights
-        own = {"num_layers": getattr(args, "layers", None), "block_size": getattr(args, "length", None)}
-        own = {name: size for name, size in own.items() if size is not None}
-        self._config = GPTConfig.named(args.size, **own)  # of other models, only the width counts
+        self._config = args.gpt_config()  # of other models, only the width counts
         self._data = TrainingData(
-            self._model, args.batch_size, args.seed, self._config.block_size, args.ignore_first
+            args.model, args.batch_size, args.seed, self._config.block_size, args.ignore_first
         )
         # This comes first: after it all ranks have equal arguments, so all refuse what is refused below.
         check_same_start(self._data.everything, {"RUN_MODE": run_mode} | given(args))
-        self._validate(args)
+        args.validate(cluster.world_size)
+        validate_arguments(args, self._share[1])
+        if args.trace is not None:
+            validate_folder(cluster, "--trace", args.trace)
+        tied = {"head.weight": "token_embedding.weight"} if self._is_gpt and self._config.tied else {}
+        self._resuming = Resuming(cluster, args, {"made_with": args.made_with(), "tied": tied})
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
         choice.use_transport(args.transport)
-        self.pattern = getattr(args, "pattern", None) or default_pattern("all_reduce")
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
+        use_pattern(args.pattern)
+        self.pattern = args.pattern or default_pattern("all_reduce")
         self._expected = Traffic()
         self._validation: dict[str, float] = {}
         self._validation_bytes = 0
-        self._first_step = 0
         self._meter: Meter | None = None
         self._peak_flops: float | None = None
-        self._stop_request: StopRequest | None = None
         self._until_reported = ExitStack()
+        self._record = StepRecord()
 
-    def _validate(self, args: TrainArgs) -> None:
-        if hasattr(args, "validate"):
-            args.validate(self._cluster.world_size)
-        validate_arguments(args, self._share[1], self._model)
-        if args.trace is not None:
-            validate_folder(self._cluster, "--trace", args.trace)
-        if args.checkpoint is not None:
-            folder, keep = Path(args.checkpoint), getattr(args, "checkpoint_keep", 1)
-            steps = on_main(
-                self._cluster, f"look for checkpoints in {folder}", lambda: complete_steps(folder)
-            )
-            self._newest = max(steps, default=None)
-            refuse_if(
-                args.resume and not steps,
-                f"There is no checkpoint in {folder} to resume from; name the directory of an earlier run, "
-                "or leave out --resume.",
-            )
-            refuse_if(
-                steps and not (args.resume or args.auto_resume),
-                f"{folder} has the checkpoint of step {self._newest}, from which this run has not started: "
-                "resume from it, or name another folder",
-            )
-            self._checkpoints = Checkpoints(folder, self._cluster, keep)
+    @property
+    def _is_gpt(self) -> bool:
+        return self._args.model == "gpt"
 
     def model(self) -> nn.Module:
         """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
-        if self._model == "baby_cnn":
-            return BabyCNN(seed=self._seed).to(self._cluster.device)
-        if self._model == "mlp":
-            shape = MLPConfig(getattr(self._args, "layers", 8), self._config.width)
-            return MLP(shape.sizes, seed=self._seed).to(self._cluster.device)
-        gpt = GPT(self._config, seed=self._seed).to(self._cluster.device)
+        device = self._cluster.device
+        if self._args.model == "baby_cnn":
+            return BabyCNN(seed=self._seed).to(device)
+        if self._args.model == "mlp":
+            shape = MLPConfig(self._args.layers or 8, self._config.width)
+            return MLP(shape.sizes, seed=self._seed).to(device)
+        gpt = GPT(self._config, seed=self._seed).to(device)
         return gpt if self._tick is None else metronome_of(gpt, self._tick)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module) -> Optimizer:
         """Return AdamW; under the metronome an optimizer that takes no time."""
         if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
@@ -176,164 +155,119 @@ class Run:
     def _own_slice(self, batch: Tensor) -> Tensor:
         return rank_slice(batch, *self._share).to(self._cluster.device)
 
-    @contextmanager
-    def checkpointing(self, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """Yield the number of the first step: 0, or if the run resumes the one after the checkpoint's last.
+    def batches(self, model: Any, optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's slice (x, y) of each step's global batch; what the loop does with it is a step.
 
-        With --checkpoint, save one when the block ends, also when `stop_if_asked` has ended it.
+        With --checkpoint one is saved at the end, and after Ctrl-C, which ends all ranks after the same step.
+        After `break` or an error nothing is saved.
         """
-        if not self._args.allow_nonfinite:
-            optimizer.register_step_pre_hook(lambda *_: self._stop_if_it_diverges(model, optimizer))
-        if self._args.checkpoint is None:
-            yield 0
-            return
-        self._trained = model, optimizer
-        if self._newest is not None:
-            self._first_step = self._load(self._newest)
-        self._say_where_it_begins()
-        with ExitStack() as handlers:
-            self._stop_request = handlers.enter_context(StopRequest())
-            try:
-                yield self._first_step
-            except Stopped:
-                self._save()
-                self._checkpoints.wait()
-                raise
-            self._save()
-            self._checkpoints.wait()
+        with ExitStack() as during:
+            for handle in self._observe(model, optimizer):
+                during.callback(handle.remove)
+            during.enter_context(self._resuming.begin(model, optimizer))
+            meter = self._begin()
+            for step in range(self._resuming.first_step, self._args.steps):
+                x, y = self._next_batch(step)
+                with meter.step(self._mean_loss) as self._record:
+                    yield x, y
+                timeline.settle()
+                self._evaluate(step + 1, model)
+                self._resuming.save_if_due(step + 1)
             # A launcher may pass a Ctrl-C of the last step on a moment later: the report survives that.
-            self._until_reported = handlers.pop_all()
+            self._until_reported = during.pop_all()
 
-    def _stop_if_it_diverges(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Raise WorkbookError before a step of the optimizer whose gradients are not finite."""
-        if (name := not_finite(gradients_by_name(model, optimizer))) is not None:
-            step = self._first_step + self._steps_done + 1
-            raise WorkbookError(
-                f"The gradient of {name} is not finite in step {step} on rank {self._cluster.rank}. {CURE}"
-            )
-
-    def save_if_due(self, step: int) -> None:
-        """Begin to save after every --checkpoint-every steps; the training continues meanwhile."""
-        every = getattr(self._args, "checkpoint_every", 0)
-        if self._args.checkpoint is not None and every and (step + 1) % every == 0:
-            self._save()
-
-    def _save(self) -> None:
-        is_tied = self._model == "gpt" and self._config.tied
-        tied = {"head.weight": "token_embedding.weight"} if is_tied else {}
-        extra = {"made_with": self._made_with(), "tied": tied}
-        self._checkpoints.save(self._first_step + self._steps_done, self._shards(), extra)
-
-    def _shards(self) -> list[Shard]:
-        """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""
-        model, optimizer = self._trained
-        if hasattr(model, "shards"):
-            return model.shards(optimizer)
-        if hasattr(optimizer, "shards"):
-            return optimizer.shards(model)
-        return plain_shards(getattr(model, "module", model), optimizer)
-
-    def _load(self, step: int) -> int:
-        """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
-        args, (_, optimizer) = self._args, self._trained
-        found, here = self._checkpoints.find(step), self._made_with()
-        made_with = found.extra["made_with"]
-        if made_with != here:
-            raise WorkbookError(
-                f"The checkpoint was made with {made_with}, and this run has {here}; give the same "
-                "arguments, or another folder."
-            )
-        if step >= args.steps and args.auto_resume:
-            raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
-        if step >= args.steps:
-            raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
-        create_state(optimizer, found)
-        self._checkpoints.load(step, self._shards())
-        for part in self._trained:
-            if hasattr(part, "gather_parameters"):  # they were loaded in shards
-                part.gather_parameters()
-        return step
-
-    def _say_where_it_begins(self) -> None:
-        """Tell the user, on rank 0, how much of the training is kept; a new run has nothing to tell."""
-        folder, steps, restarts = self._args.checkpoint, self._args.steps, restart_count()
-        text = f"training starts at step 0 again: {folder} has no complete checkpoint yet."
-        if first := self._first_step:
-            text = f"training continues after step {first} of {steps}, from the checkpoint in {folder}."
-        if self._cluster.is_main and (first or restarts):
-            again = f"restart {restarts}: " if restarts else ""
-            print(again + text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
-
-    @contextmanager
-    def step(self) -> Iterator[StepRecord]:
-        """Time one step and count what it sends. Spans are recorded in the first 200 steps."""
-        if self._meter is None:
-            self._meter = self._begin()
+    def _next_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the batch of a step, and set what belongs to it: random numbers, the number of targets."""
+        x, y = self.batch(step)
+        seed_step(self._args.seed, step, self._stream)
+        # Without --ignore-first all targets are valid on all ranks, and nothing has to be sent.
+        self.num_targets = valid_targets(y, pattern=self.pattern) if self._args.ignore_first else y.numel()
         if self._steps_done == RECORDED_STEPS:
             timeline.stop_recording()
-        seed_step(self._args.seed, self._first_step + self._steps_done, self._stream)
-        with self._meter.step() as record:
-            yield record
-            if self._tick is not None:
-                record.loss = None  # the metronome computes nothing
-        timeline.settle()
+        return x, y
+
+    def record(self, loss: Tensor | None, traffic: Traffic | None = None) -> None:
+        """Give this step's loss to the report: the loss on this rank, or None where other ranks have it.
+
+        `traffic` is what this rank should send in this step by the lesson's formula, where that differs from
+        step to step; else give it to `finish`.
+        """
+        self._record.loss = None if loss is None else loss.detach()
+        self._expected += traffic or Traffic()
+
+    def _observe(self, model: Any, optimizer: Optimizer) -> list[Any]:
+        """Attach the guard, the search for gradients that are not finite, and what records the spans."""
+        for wrapper in (model, optimizer):
+            if guard.is_watchable(wrapper):
+                guard.watch(wrapper)
+        handles = observe_optimizer(optimizer)
+        for module, describe in getattr(model, "observed", lambda: [(model, None)])():
+            handles += observe_module(module, describe)
+        if not self._args.allow_nonfinite:
+            hook = optimizer.register_step_pre_hook(
+                lambda *_: refuse_not_finite(model, optimizer, self.current_step, self._cluster.rank)
+            )
+            handles.append(hook)
+        return handles
 
     def _begin(self) -> Meter:
         if self.link is None:
             self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
-        if self._model == "gpt" and self._tick is None and getattr(self._args, "experts", 1) == 1:
-            self._peak_flops = self._measured_flops()
+        self._peak_flops = self._measured_flops()
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
-        unit = "tokens" if self._model == "gpt" else "images"
-        round_steps = getattr(self._args, "sync_every", 1)
-        return Meter(*run, self._args.json, WARMUP_STEPS, self._first_step, unit, round_steps)
+        how = WARMUP_STEPS, self._resuming.first_step, "tokens" if self._is_gpt else "images"
+        self._meter = Meter(*run, self._args.json, *how, self._args.sync_every)
+        return self._meter
 
-    def _measured_flops(self) -> float:
-        is_bf16 = getattr(self._args, "bf16", False) or getattr(self._args, "precision", "") == "bf16"
-        return measure_flops(self._cluster.device, torch.bfloat16 if is_bf16 else torch.float32)
+    def _measured_flops(self) -> float | None:
+        """Return the device's peak, of which MFU is a share; None where there is no formula of the FLOPs."""
+        dtype = self._args.flops_dtype
+        if not self._is_gpt or self._tick is not None or dtype is None:
+            return None
+        return measure_flops(self._cluster.device, dtype)
 
     @property
     def _steps_done(self) -> int:
         return len(self._meter.windows) if self._meter is not None else 0
 
-    def valid_targets(self, targets: Tensor) -> float:
-        """Return the mean over ranks of the valid targets in a step (valid_targets.py).
+    @property
+    def current_step(self) -> int:
+        """Return the number of the step that is running; the first one is 1."""
+        return self._resuming.first_step + self._steps_done + 1
 
-        Without --ignore-first all are valid on all ranks, and nothing has to be sent.
-        """
-        if not self._args.ignore_first:
-            return targets.numel()
-        self._expected += expected_traffic("all_reduce", self.pattern, 1, 8)
-        return valid_targets(targets, pattern=self.pattern)
+    def _communicates(self, done: int) -> bool:
+        """Return whether the ranks communicate at the end of this step."""
+        return done % self._args.sync_every == 0 or done == self._args.steps
 
-    def mean_loss(self, loss: Tensor) -> Tensor:
-        """Return the mean over ranks of each one's loss."""
-        mean = loss.detach().float().clone()
-        all_reduce(mean, op="mean", pattern=self.pattern)
+    def _mean_loss(self, loss: Any) -> Tensor | None:
+        """Return the mean over the ranks that have a loss; between two rounds of a lesson this rank's own."""
+        if self._tick is not None:
+            return None  # the metronome computes nothing
+        if not self._communicates(self.current_step - 1):
+            return loss
+        sum_and_number = torch.zeros(2, device=self._cluster.device)
+        if loss is not None:
+            sum_and_number[0], sum_and_number[1] = loss, 1
+        all_reduce(sum_and_number, pattern=self.pattern)
+        if not sum_and_number[1]:
+            raise WorkbookError("No rank has a loss of this step: call run.record(loss) in the loop.")
+        mean = sum_and_number[0] / sum_and_number[1]
         if not self._args.allow_nonfinite and not mean.isfinite():
             raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean
 
-    def expect_traffic(self, of_the_step: Traffic, with_loss: bool = True) -> None:
-        """Add what this rank should send in a step by the lesson's formula, and for the mean loss.
-
-        Without `with_loss` the loss is not averaged in this step, or the formula has its all-reduce already.
-        """
-        of_loss = expected_traffic("all_reduce", self.pattern, 1, 4)
-        self._expected += of_the_step + of_loss if with_loss else of_the_step
-
     @property
     def traffic(self) -> dict[Entry, Traffic]:
-        """Return what this rank has sent in the steps so far."""
+        """Return what this rank has sent in the steps so far, without headers and the losses' mean."""
         return {} if self._meter is None else self._meter.traffic
 
-    def evaluate(self, step: int, model: nn.Module) -> None:
+    def _evaluate(self, done: int, model: nn.Module) -> None:
         """Compute the loss on held-out data, after every --eval-every steps and after the last.
 
         What ranks send for it is counted separately. Under the metronome there is no evaluation.
         """
-        args, done = self._args, step + 1
+        args = self._args
         is_due = done == args.steps or (args.eval_every and done % args.eval_every == 0)
         if not is_due or self._tick is not None:
             return
@@ -345,31 +279,16 @@ class Run:
             loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
         self._validation_bytes += (LEDGER.total() - before).bytes_sent
         self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
-        if self._model != "gpt":
+        if not self._is_gpt:
             self._validation["validation_accuracy"] = right
         if done < args.steps and self._meter is not None:
             self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
 
-    def stop_if_asked(self, step: int) -> None:
-        """End the training after this step if a rank was asked to (lab/launch/interrupt.py); only with
-        --checkpoint.
-
-        Raises Stopped on all ranks: otherwise one would wait in a collective for a rank that has left.
-        """
-        if self._stop_request is None or step + 1 == self._args.steps:
-            return
-        asked = torch.tensor([self._stop_request.exit_code], dtype=torch.uint8).to(self._cluster.device)
-        all_reduce(asked, op="max", pattern=self.pattern)
-        if asked:
-            done, where = f"step {step + 1} of {self._args.steps}", self._args.checkpoint
-            sentence = f"stopped after {done}; the checkpoint is in {where}: --resume continues from there."
-            raise Stopped(sentence, int(asked))
-
-    def finish(self, model: nn.Module, **extras: Any) -> dict[str, Any]:
+    def finish(self, model: nn.Module, traffic: Traffic | None = None, **extras: Any) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
-        `extras` are the lesson's own rows. One that is a function is called with the spans of each observed
-        step on this rank.
+        `traffic` is what this rank should send by the lesson's formula each time that the ranks communicate,
+        which is in every step, or in every `sync_every`-th and the last. `extras` are the lesson's own rows.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
@@ -377,86 +296,46 @@ class Run:
         over `observed_steps` steps: the first ones after the warm-up. The others are for the whole run.
         """
         with self._until_reported:
-            return self._report(model, extras)
+            return self._report(model, traffic or Traffic(), extras)
 
-    def _report(self, model: nn.Module, extras: dict[str, Any]) -> dict[str, Any]:
-        cluster, args = self._cluster, self._args
-        assert self._meter is not None and self.link is not None, "there was no step"
+    def _report(self, model: nn.Module, traffic: Traffic, extras: dict[str, Any]) -> dict[str, Any]:
+        cluster, args, meter, link = self._cluster, self._args, self._meter, self.link
+        assert meter is not None and link is not None, "there was no step"
         timeline.stop_recording()
-        windows = self._meter.windows
-        warmup = min(WARMUP_STEPS, len(windows) // 2)
-        by_step = per_step(timeline.recorded(), windows[warmup:RECORDED_STEPS])
+        done = range(self._resuming.first_step + 1, self.current_step)
+        expected = self._expected + traffic * sum(map(self._communicates, done))
+        warmup = min(WARMUP_STEPS, len(meter.windows) // 2)
+        steps, is_measured = spans_of(meter.windows[warmup:RECORDED_STEPS]), self.not_measured is None
         if self.not_measured is not None:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
         if self._tick is not None:
             extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
-        own_rows = {name: value(by_step) if callable(value) else value for name, value in extras.items()}
+        if self._is_data_parallel and args.sync_every == 1 and is_measured:
+            extras |= {
+                "predicted_step_seconds": predicted_seconds(
+                    steps, meter.traffic, self.pattern, cluster.world_size, link
+                )
+            }
         digests = replica_digests(cluster, model)
-        summary = self._meter.finish(
-            **pattern_and_transport(self._meter.traffic, self.pattern),
-            observed_steps=len(by_step),
-            **overlap_figures(by_step if self.not_measured is None else []),
-            alpha_seconds=self.link.alpha,
-            beta_seconds_per_byte=self.link.beta,
-            bytes_formula=self._expected.bytes_sent,
-            messages_formula=self._expected.messages_sent,
+        summary = meter.finish(
+            **pattern_and_transport(meter.traffic, self.pattern),
+            observed_steps=len(steps),
+            **overlap_figures(steps if is_measured else []),
+            alpha_seconds=link.alpha,
+            beta_seconds_per_byte=link.beta,
+            bytes_formula=expected.bytes_sent,
+            messages_formula=expected.messages_sent,
             **self._validation,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
-            **own_rows,
+            **extras,
         )
         if self._peak_flops is not None:
-            peak = max(self._peak_flops, self._measured_flops())  # other programs only make it less
+            peak = max(self._peak_flops, self._measured_flops() or 0.0)  # other programs only make it less
             summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / peak
         print_report(cluster, summary, args.json, args.verbose)
         if args.trace is not None:
-            drawn = windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows
-            self._draw(args.trace, [event for step in per_step(timeline.recorded(), drawn) for event in step])
+            drawn = meter.windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or meter.windows
+            draw_trace(cluster, self._run_mode, args.trace, spans_of(drawn), args.json)
         refuse_unequal(digests)
         return summary
-
-    def _draw(self, folder: str, events: list[Event]) -> None:
-        """Write the files of --trace, from this rank's events of some steps."""
-        title = f"{self._run_mode}, {self._cluster.world_size} ranks"
-        everyones = gather_events(events)
-        name = f"{self._run_mode}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-        paths = Path(folder, f"{name}.json"), Path(folder, f"{name}.png")
-
-        def write() -> None:
-            parts = [path.with_name(f".{path.name}") for path in paths]  # a full disk must leave no cut file
-            try:
-                timeline.write_chrome_trace(parts[0], everyones)
-                draw(everyones, parts[1], title)
-                for part, path in zip(parts, paths, strict=True):
-                    part.replace(path)
-            finally:
-                for part in parts:
-                    part.unlink(missing_ok=True)
-
-        on_main(self._cluster, f"write the trace in {folder}", write)
-        if self._cluster.is_main and not self._args.json:
-            print(f"The trace is in {' and '.join(map(str, paths))}.")
-
-    def predicted_seconds(self, by_step: list[list[Event]]) -> float | None:
-        """Return the predicted time of a step in which gradients are all-reduced (predict.py)."""
-        assert self.link is not None, "there was no step"
-        pattern = cost.model_of("all_reduce", pattern_for("all_reduce", self.pattern, LARGE_BYTES))
-        ranks, link = self._cluster.world_size, self.link
-        return median_step_seconds(
-            by_step, lambda size: cost.seconds("all_reduce", pattern, size, ranks, link)
-        )
-
-    def _made_with(self) -> dict[str, Any]:
-        """Return what must be the same for another run to go on from this one's checkpoint.
-
-        The lesson, the number of ranks and how they divide the model are not among it.
-        """
-        args = self._args
-        config = {"layers": getattr(args, "layers", None), "width": self._config.width}
-        if self._model == "gpt":
-            config = dataclasses.asdict(self._config)
-        names = ["batch_size", "lr", "seed", "metronome", "optimizer", "documents", "ignore_first"]
-        if (getattr(args, "experts", None) or 1) > 1:
-            names += ["experts", "top_k", "capacity", "aux_weight", "balance", "shared"]
-        values = {name: getattr(args, name, None) or DEFAULTS.get(name) for name in names}
-        return {"model": self._model} | config | {name: value for name, value in values.items() if value}

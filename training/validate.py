@@ -23,7 +23,7 @@ def refuse_if(is_wrong: object, sentence: str) -> None:
         raise WorkbookError(sentence)
 
 
-def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
+def validate_arguments(args: TrainArgs, sharing: int) -> None:
     """Refuse arguments that make no sense together; `sharing` ranks share a batch."""
     validate_numbers(args.steps, args.batch_size, args.lr, args.seed, sharing)
     for option, name in (("--checkpoint", args.checkpoint), ("--trace", args.trace)):
@@ -38,7 +38,7 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         "--resume refuses a folder without a checkpoint, and --auto-resume starts at step 0 there: give one "
         "of them.",
     )
-    mine, parts = args.batch_size // sharing, getattr(args, "grad_acc_steps", 1)
+    mine, parts = args.batch_size // sharing, args.grad_acc_steps
     refuse_if(parts < 1, f"--grad-acc-steps {parts}: there must be at least one.")
     fits = sharing * parts
     refuse_if(
@@ -46,21 +46,21 @@ def validate_arguments(args: TrainArgs, sharing: int, model: str) -> None:
         f"--grad-acc-steps {parts} must divide the {mine} examples that a rank has in a step; "
         f"take a multiple of {fits} for --batch-size, such as {-(-args.batch_size // fits) * fits}.",
     )
-    if (cap := getattr(args, "bucket_mb", None)) is not None:
+    if (cap := args.bucket_mb) is not None:
         is_cap = 0 < cap < math.inf
         refuse_if(not is_cap, f"--bucket-mb {cap:g}: a bucket's cap is a number of MiB above 0, such as 4.")
-    if (clip := getattr(args, "clip", None)) is not None:
+    if (clip := args.clip) is not None:
         refuse_if(not clip > 0, f"--clip {clip:g}: the largest norm is a number above 0.")
     first = args.ignore_first
     refuse_if(first < 0, f"--ignore-first {first}: it is a number of targets, or 0 for none.")
-    refuse_if(first > 0 and model != "gpt", "--ignore-first works with text only: leave --model out.")
+    refuse_if(first > 0 and args.model != "gpt", "--ignore-first works with text only: leave --model out.")
     every = args.eval_every
     refuse_if(every < 0, f"--eval-every {every}: it is a number of steps, or 0 for the end only.")
     refuse_if(
         args.transport != "auto" and dist.get_backend() == "nccl",
         f"--transport {args.transport}: nccl has its own; leave it out or take BACKEND=gloo.",
     )
-    is_gpt = args.metronome is None or model == "gpt"
+    is_gpt = args.metronome is None or args.model == "gpt"
     refuse_if(not is_gpt, "--metronome works with the GPT only; leave --model out.")
 
 

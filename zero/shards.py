@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lab.units import MIB
-from training import guard
 from training.checkpoint import Shard, shards_of
 
 
@@ -88,17 +86,16 @@ class FlatLayout:
         for one, (_, part) in zip(shards, self.split(gradient), strict=True):
             part = part.view_as(one.tensor)
             total = part if one.tensor.grad is None else one.tensor.grad + part
-            one.tensor.grad = total.as_subclass(guard.Shard)
+            one.tensor.grad = total
 
 
-def fill_buckets(parameters: Sequence[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Divide the trained parameters, last one first, into buckets, as train_bucket_overlap.py does."""
-    buckets: list[list[nn.Parameter]] = []
-    space = 0.0
-    for parameter in reversed([parameter for parameter in parameters if parameter.requires_grad]):
-        if not buckets or space <= 0 or parameter.dtype != buckets[-1][-1].dtype:
-            space = MIB * (bucket_mb if buckets else min(0.25, bucket_mb))
-            buckets.append([])
-        buckets[-1].append(parameter)
-        space -= parameter.nbytes
-    return buckets
+def checkpointed(model: nn.Module, shards: Sequence[ParameterShard], optimizer: Optimizer) -> list[Shard]:
+    """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    full = [*model.named_parameters(), *model.named_buffers()]
+    found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]
+    for shard in shards:
+        _, *state = shard.checkpointed(names[shard.parameter], optimizer)
+        found += state
+    return found

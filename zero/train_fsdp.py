@@ -56,7 +56,7 @@ from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ZeroArgs
-from training.run import Run
+from training.old_run import Run
 from training.validate import validate_nccl
 from zero.memory import Share, owned
 

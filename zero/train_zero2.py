@@ -20,39 +20,40 @@ all ranks must send the buckets in one order. In the worst case all buckets stay
 the backward, as in stage 1. The memory that is freed is that of the flat tensor's storage: the tensor and
 its views stay, and are valid again when the storage gets memory for the next backward.
 
-All the rest, the training loop too, is as in stage 1 (train_zero1.py, with its parts and its source). This
-class replaces four of its methods: a bucket's gradients get memory (`_move_in`) and lose it
-(`_wait_for_oldest`), at most two are in flight (`_launch`), and every microbatch sends (`no_sync`).
+All the rest is as in stage 1 (train_zero1.py, with its parts and its source). This class replaces three of
+its methods: a bucket's gradients get memory (`_move_in`) and lose it (`_wait_for_oldest`), and at most two
+are in flight (`_launch`). In the training loop each microbatch ends with `finish_gradient_sync`.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from comm.script import start
 from lab.cluster import Cluster
-from zero import train_zero1
+from lab.models.model import loss_of
+from lab.models.text import microbatches
+from lab.trace.memory import MemoryReport
+from training.guard import guarded
+from training.run import Run
+from zero.memory import owned, shares_of
 from zero.train_zero1 import Args, Bucket, ZeroOptimizer
 
 MOST_IN_FLIGHT = 2  # without a limit, all buckets would wait in memory for a slow link
 
 
+@guarded
 class ZeroGradientOptimizer(ZeroOptimizer):
-    """Trains a model as ZeroOptimizer does; each rank also keeps only its shard of the gradients."""
+    """Trains a model as ZeroOptimizer does; each rank also keeps only its shard of the gradients.
+
+    With several microbatches, call `finish_gradient_sync()` after each backward: gradients add up in shards.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         for bucket in self.buckets:
             bucket.gradients.untyped_storage().resize_(0)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Send the gradients of this microbatch, too: they add up in the shards."""
-        yield
-        self.finish_gradient_sync()
-        self._is_synchronised = False  # the next microbatch adds to the shards
 
     def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
         """Copy a gradient into its bucket, which gets memory with its first gradient."""
@@ -77,7 +78,28 @@ class ZeroGradientOptimizer(ZeroOptimizer):
 
 
 def main(cluster: Cluster, args: Args) -> None:
-    train_zero1.main(cluster, args, stage=2, sharded=ZeroGradientOptimizer)
+    run = Run(cluster, args, "zero2")
+    model = run.model()
+    optimizer_class, options = args.optimizer_class()
+    optimizer = ZeroGradientOptimizer(
+        model.parameters(), optimizer_class, bucket_mb=args.bucket_mb, **options
+    )
+    should_own = owned(2, shares_of(model, optimizer.parameter_shards), args.states)
+    memory = MemoryReport(model, optimizer, should_own)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        total = torch.zeros((), device=cluster.device)
+        for part_x, part_y in microbatches(x, y, args.grad_acc_steps):
+            loss = loss_of(model(part_x), part_y, run.num_targets)
+            loss.backward()
+            optimizer.finish_gradient_sync()  # there is no memory for the gradients of several microbatches
+            total += loss.detach()
+        if args.clip is not None:
+            optimizer.clip_grad_norm_(args.clip)
+        optimizer.step()
+        run.record(total)
+    sent = optimizer.traffic(reductions=args.grad_acc_steps, is_clipped=args.clip is not None)
+    run.finish(model, traffic=sent, **memory.fields())
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.gradients import is_in_backward
-from training.guard import Guard
-from training.run import Run
+from training.old_guard import Guard
+from training.old_run import Run
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 

@@ -19,7 +19,7 @@ BACKGROUND = "background"  # the axis of a group whose messages may also leave b
 
 @dataclass(frozen=True)
 class Traffic:
-    """Hold the bytes and messages that one rank has sent. Two values can be added and subtracted."""
+    """Hold the bytes and messages that one rank has sent. They can be added, subtracted and multiplied."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -29,6 +29,9 @@ class Traffic:
 
     def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.bytes_sent - other.bytes_sent, self.messages_sent - other.messages_sent)
+
+    def __mul__(self, times: int) -> "Traffic":
+        return Traffic(self.bytes_sent * times, self.messages_sent * times)
 
 
 @dataclass(frozen=True)

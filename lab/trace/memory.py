@@ -15,15 +15,15 @@ lists Python's tensors. A storage that ZeRO 3 has freed has a size of 0.
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.hooks import RemovableHandle
 
 from lab.trace.ledger import LEDGER
 
@@ -128,30 +128,39 @@ def note_held(*tensors: Tensor) -> None:
 
 
 class Observed:
-    """Count in a model's first step what autograd keeps of the forward, and what one of its parts sends."""
+    """Counts in a model's first forward what autograd keeps of it, and what one of its parts then sends.
+
+    What the loss keeps does not count. It observes by hooks of the model, from its construction on.
+    """
 
     def __init__(self, model: nn.Module, part: nn.Module | None = None) -> None:
-        self._model, self._part = model, part
-        self._hooks: list[RemovableHandle] = []
+        self._model = model
         self.kept_bytes: int | None = None
         self.sent_bytes = 0
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Observe the forward in the block, and the backward that follows it."""
-        if self.kept_bytes is not None:
-            yield
-            return
-        if self._part is not None:
-            self._hooks = [
-                self._part.register_forward_pre_hook(lambda *_: self._count(-1)),
-                self._part.register_forward_hook(lambda *_: self._count(1)),
-                self._part.register_full_backward_pre_hook(lambda *_: self._count(-1)),
-                self._part.register_full_backward_hook(lambda *_: self._count_for_the_last_time()),
+        self._until_forward_ends = ExitStack()
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end),
+        ]
+        if part is not None:
+            self._hooks += [
+                part.register_forward_pre_hook(lambda *_: self._count(-1)),
+                part.register_forward_hook(lambda *_: self._count(1)),
+                part.register_full_backward_pre_hook(lambda *_: self._count(-1)),
+                part.register_full_backward_hook(lambda *_: self._count_for_the_last_time()),
             ]
-        with saved_activations(self._parameters) as saved:
-            yield
-        self.kept_bytes = saved.bytes
+
+    def forward(self) -> Any:
+        return nullcontext()
+
+    def _begin(self, *_: Any) -> None:
+        if self.kept_bytes is None and torch.is_grad_enabled():
+            self._saved = self._until_forward_ends.enter_context(saved_activations(self._parameters))
+
+    def _end(self, *_: Any) -> None:
+        if self.kept_bytes is None and torch.is_grad_enabled():
+            self._until_forward_ends.close()
+            self.kept_bytes = self._saved.bytes
 
     def _parameters(self) -> Iterator[Tensor]:
         own = (p for module in self._model.modules() for p in module.parameters(recurse=False))

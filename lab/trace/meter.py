@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +73,11 @@ class Meter:
         reset_peak_memory(cluster.device)
 
     @contextmanager
-    def step(self) -> Iterator[StepRecord]:
-        """Time one step, unless it raises, and show progress."""
+    def step(self, mean_loss: Callable[[Any], Any] = lambda loss: loss) -> Iterator[StepRecord]:
+        """Time one step, unless it raises, and show progress.
+
+        `mean_loss` makes the loss to show from this rank's; what it does and sends belongs to no step.
+        """
         before = {entry: sent for entry, sent in LEDGER.rows().items() if entry.axis != BACKGROUND}
         before |= {entry: sent for entry, sent in self._at_end.items() if entry.axis == BACKGROUND}
         # Kernels still queued belong to the step that launched them.
@@ -89,7 +92,7 @@ class Meter:
         if self._first_step + len(self.windows) == self._steps:
             self._peak = peak_memory(self._cluster.device)  # what follows, such as a report, is no training
         # Detached, or the loss would keep the step's graph alive through the next one.
-        self._last_loss = record.loss.detach() if isinstance(record.loss, Tensor) else record.loss
+        self._last_loss = mean_loss(record.loss.detach() if isinstance(record.loss, Tensor) else record.loss)
         if len(self.windows) == 1:
             self._first_loss = self._loss()
         if self._cluster.is_main:  # reading the loss makes the host wait for a GPU
