@@ -134,7 +134,7 @@ class HybridParallel(nn.Module):
             self.data = self.optimizer = sharded(parameters, optimizer_class, group, **options)
             return
         if zero == 3:
-            self.data = self.module = FullyShardedDataParallel(self.module, group, pattern=pattern)
+            self.data = self.module = FullyShardedDataParallel(self.module, group)
         elif self.sizes.replicas > 1 and self.experts is not None:
             self.data = ReplicatedExperts(self.module, self.experts)
         elif self.sizes.compress:
@@ -331,15 +331,13 @@ class HybridParallel(nn.Module):
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
-        """Add gradients up in the block: nothing is sent, or with ZeRO 2 and 3 those of each microbatch."""
-        if self.data is None or self.sizes.zero == 2:
-            yield
-        elif self.sizes.zero == 3:
-            with self.data.no_sync():
-                yield
-        else:
+        """Add gradients up in the block: nothing is sent, or with ZeRO 2 those of each microbatch."""
+        if self.data is not None:
             self.data.require_backward_grad_sync = False
-            yield
+        if self.sizes.zero == 2:
+            self.data.require_backward_grad_sync = True
+        yield
+        if self.data is not None:
             self.data.require_backward_grad_sync = True
         if self.sizes.zero == 2:
             self.data.finish_gradient_sync()

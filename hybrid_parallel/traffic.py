@@ -39,7 +39,6 @@ from lab.trace.ledger import Traffic
 from low_communication import train_local_sgd
 from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
 from training.gradients import average_traffic
-from zero import train_zero3
 
 ByAxis = dict[str, Traffic]
 AXES = (*mesh.AXES, "expert")
@@ -76,8 +75,6 @@ def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
         return train_local_sgd.traffic_of_average(hybrid.local, hybrid.optimizer)
     if hybrid.data is None:
         return Traffic()
-    if isinstance(hybrid.data, train_zero3.FullyShardedDataParallel):
-        return train_zero3.traffic_per_step(hybrid.data, hybrid.sizes.microbatches, is_clipped)
     if hybrid.sizes.zero:
         return hybrid.data.traffic(hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1, is_clipped)
     return hybrid.data.traffic()

@@ -36,9 +36,7 @@ Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277, section 3.2
 bytes). torch: `fully_shard(module, mesh=...)` with a mesh of two dimensions.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,26 +44,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.algorithms.hierarchical import ranks_by_host
-from comm.collectives import Group, Work, all_gather, all_reduce, broadcast
+from comm.collectives import Group, Work, all_gather, all_reduce, broadcast, use_pattern
 from comm.cost import expected_traffic
 from comm.script import start
 from comm.wire import slow_link
 from comm.wire.groups import own_group
 from comm.wire.hosts import own_host
+from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
-from lab.trace.timeline import span
 from training.arguments import ZeroArgs
-from training.old_run import Run
+from training.guard import guarded
+from training.run import Run
 from zero.memory import owned, shares_of
 from zero.train_zero3 import FullyShardedDataParallel, Unit
-from zero.train_zero3 import traffic_per_step as traffic_of_shards
 
 
+@guarded
 class HybridShardedDataParallel(FullyShardedDataParallel):
     """Shards a module among the ranks of `shard_group`, and averages gradients over `replicas`.
 
@@ -81,15 +79,12 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
             broadcast(tensor, root=0, group=replicas)
         self._of_machine: dict[Unit, Tensor] = {}  # gradients of a shard, not yet averaged over machines
         self._averaging: list[tuple[Unit, Tensor, Work]] = []
+        self.require_backward_grad_sync = True  # DDP's name; False in all microbatches but the last
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run all microbatches but the last inside: their gradients add up, and do not leave the machine."""
-        with self._guard.no_sync():
-            yield
-            super().finish_gradient_sync()
-        # That tells the guard that all gradients have been averaged. These have not: it must refuse a step.
-        self._guard.arrived.update(unit.shard for unit in self._of_machine)
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        output = super().forward(*inputs, **options)  # which ends the backward before
+        self._is_last = self.require_backward_grad_sync
+        return output
 
     def _complete(self, unit: Unit) -> None:
         """Wait for the machine's mean gradients of a unit, and start to average them over machines."""
@@ -97,25 +92,33 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         if unit in self._of_machine:
             mine += self._of_machine[unit]
         self._of_machine[unit] = mine
-        if self._guard.is_synchronising:
+        if self._is_last:  # those of earlier microbatches do not leave the machine
             self._average(unit)
 
     def _average(self, unit: Unit) -> None:
         """Start to average the gradients of this rank's shard over machines."""
         mine = self._of_machine.pop(unit)
-        work = all_reduce(mine, "mean", self.replicas, async_op=True, pattern=self.pattern)
+        work = all_reduce(mine, "mean", self.replicas, async_op=True)
         self._averaging.append((unit, mine, work))
 
     def finish_gradient_sync(self) -> None:
         """Wait until the `grad` of each shard is the mean over all ranks."""
-        super().finish_gradient_sync()
-        for unit in list(self._of_machine):  # if the last microbatch, too, was inside no_sync()
+        self.end_backward()
+        for unit in list(self._of_machine):  # no last microbatch has sent these
             self._average(unit)
         for unit, mine, work in self._averaging:
             work.wait()
             unit.add_gradients(mine)
         self._averaging.clear()
-        self._guard.expect_gradients()
+
+    def traffic(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return what a rank sends in a step: in its machine as ZeRO 3, and an all-reduce of its shards."""
+        total = super().traffic(microbatches, is_clipped)
+        for unit in self.units:
+            if unit.layout.is_trained:
+                size = unit.shard.numel(), unit.full.itemsize
+                total += expected_traffic("all_reduce", None, *size, self.replicas)
+        return total
 
 
 def groups_of(cluster: Cluster, shard_size: int | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -154,16 +157,6 @@ class Args(ZeroArgs):
     there is only one, each half of an even number of ranks stands for one."""
 
 
-def traffic_per_step(model: HybridShardedDataParallel, microbatches: int, is_clipped: bool) -> Traffic:
-    """Return what this rank is expected to send in a step: for its machine as ZeRO 3, and an all-reduce."""
-    total = traffic_of_shards(model, microbatches, is_clipped)
-    for unit in model.units:
-        if unit.layout.is_trained:
-            size = unit.shard.numel(), unit.full.itemsize
-            total += expected_traffic("all_reduce", model.pattern, *size, model.replicas)
-    return total
-
-
 def sent_along(run: Run) -> dict[str, int]:
     """Return, for the report, what this rank has sent within its machine, and to other machines."""
     rows = [(entry.axis, traffic.bytes_sent) for entry, traffic in run.traffic.items()]
@@ -179,37 +172,23 @@ def main(cluster: Cluster, args: Args) -> None:
     shard_group, replicas = groups_of(cluster, args.shard_size)
     slow_link.exempt(shard_group)  # --link is a machine's link to the others
     slow_link.share(replicas, dist.get_world_size(shard_group))
-    model = HybridShardedDataParallel(module, shard_group, replicas, pattern=run.pattern)
+    for group in (shard_group, replicas):
+        use_pattern(args.pattern, group)
+    model = HybridShardedDataParallel(module, shard_group, replicas)
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
-    shares = shares_of(module, model.parameter_shards)
-    memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            parts = microbatches(x, y, args.grad_acc_steps)
-            with run.step() as record:
-                num_targets = run.valid_targets(y)
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    is_last = i == len(parts) - 1
-                    with contextlib.nullcontext() if is_last else model.no_sync():
-                        with span("forward", "forward"), memory.forward():
-                            loss = loss_of(model(x), y, num_targets)
-                        with span("backward", "backward"):
-                            loss.backward()
-                    total += loss.detach()
-                model.finish_gradient_sync()
-                if args.clip is not None:
-                    model.clip_grad_norm_(args.clip)
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(model, len(parts), args.clip is not None))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, machines=dist.get_world_size(replicas), **sent_along(run), **memory.fields())
+    memory = MemoryReport(model, optimizer, owned(3, shares_of(module, model.parameter_shards), args.states))
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = accumulate(model, microbatches(x, y, args.grad_acc_steps), run.num_targets)
+        model.finish_gradient_sync()
+        if args.clip is not None:
+            model.clip_grad_norm_(args.clip)
+        optimizer.step()
+        run.record(loss)
+    sent = model.traffic(args.grad_acc_steps, args.clip is not None)
+    machines = dist.get_world_size(replicas)
+    run.finish(model, traffic=sent, machines=machines, **sent_along(run), **memory.fields())
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from lab.trace.timeline import span
 from training.arguments import ZeroArgs
-from training.old_run import Run
+from training.run import Run
 from training.validate import validate_nccl
 from zero.memory import Share, owned
 
@@ -192,31 +192,21 @@ def main(cluster: Cluster, args: Args) -> None:
     mine = [(p.numel(), p.to_local().numel(), p.itemsize, p.requires_grad) for p in model.parameters()]
     shares = [Share(*numbers) for numbers in mine]  # some rows of each parameter
     memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            parts = microbatches(x, y, args.grad_acc_steps)
-            with run.step() as record:
-                num_targets = run.valid_targets(y)
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    model.set_requires_gradient_sync(i == len(parts) - 1)
-                    with span("forward", "forward"), memory.forward():
-                        loss = loss_of(model(x), y, num_targets)
-                    with span("backward", "backward"):
-                        loss.backward()
-                    total += loss.detach()
-                if args.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(cluster, args, model))
-            run.evaluate(step, model)
-            model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
-            run.stop_if_asked(step)
-    run.finish(model, **memory.fields())
+    for x, y in run.batches(model, optimizer):
+        model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
+        optimizer.zero_grad()
+        total = torch.zeros((), device=cluster.device)
+        parts = microbatches(x, y, args.grad_acc_steps)
+        for i, (part_x, part_y) in enumerate(parts):
+            model.set_requires_gradient_sync(i == len(parts) - 1)
+            loss = loss_of(model(part_x), part_y, run.num_targets)
+            loss.backward()
+            total += loss.detach()
+        if args.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        run.record(total)
+    run.finish(model, traffic=traffic_per_step(cluster, args, model), **memory.fields())
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ ends with it. The last block stays full between forward and backward too, becaus
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
 `reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
-memory, and saves their second gather. `no_sync()` saves no messages: there is no memory for full gradients,
-so each microbatch sends its own.
+memory, and saves their second gather. There is no memory for full gradients, so each microbatch sends its
+own, and they add up in the shards.
 
 A block's parameters are one flat tensor, a `Unit`, that is gathered, freed and reduce-scattered as a whole.
 `full` keeps one storage, which is resized to 0 bytes and back. Tensors that autograd has saved point into
@@ -50,19 +50,18 @@ from torch.utils.checkpoint import checkpoint
 from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
 from comm.script import start
+from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.models.model import loss_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
-from lab.trace.timeline import span
 from training.arguments import ZeroArgs
 from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.gradients import is_in_backward
-from training.old_guard import Guard
-from training.old_run import Run
+from training.guard import guarded
+from training.run import Run
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
@@ -77,10 +76,8 @@ class Unit:
       └────────────────────── free ────────────────────────┘
     """
 
-    def __init__(
-        self, parameters: list[nn.Parameter], group: Group, pattern: str | None, dtype: torch.dtype
-    ) -> None:
-        self.group, self.pattern = group, pattern
+    def __init__(self, parameters: list[nn.Parameter], group: Group, dtype: torch.dtype) -> None:
+        self.group = group
         self.layout = FlatLayout(parameters, dist.get_rank(group), dist.get_world_size(group))
         values = parameters[0].new_zeros(self.layout.numel)
         for parameter, view in zip(parameters, self.layout.views(values), strict=True):
@@ -115,9 +112,7 @@ class Unit:
             self._gathered_version = self.shard._version
             self.full.untyped_storage().resize_(self.full.nbytes)
             mine = self.full[self.layout.mine].copy_(self.shard)
-            self._gathering = all_gather(
-                self.full, mine, self.group, async_op=True, pattern=self.pattern, unit=self.number
-            )
+            self._gathering = all_gather(self.full, mine, self.group, async_op=True, unit=self.number)
 
     def gather(self) -> None:
         """Wait until all of `full` is there, and make the module's parameters views of it."""
@@ -146,7 +141,7 @@ class Unit:
                 view.copy_(parameter.grad)
                 parameter.grad = None
         mine = gradients[self.layout.mine]
-        work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True, pattern=self.pattern)
+        work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True)
         self._reducing = mine, work
 
     def wait_for_gradients(self) -> Tensor:
@@ -166,11 +161,9 @@ class ShardedModule(nn.Module):
 
     module: nn.Module
     group: Group
-    pattern: str | None
     compute_dtype: torch.dtype | None
     units: list[Unit]
     parameter_shards: list[ParameterShard]  # of all units
-    _guard: Guard
 
     def refuse_unsupported(self) -> None:
         """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
@@ -211,8 +204,7 @@ class ShardedModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        self._guard.before_step()
-        return clip_grad_norm_(self.parameters(), max_norm, [self.group], self.pattern)
+        return clip_grad_norm_(self.parameters(), max_norm, [self.group])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the state dict of the plain module, on every rank. All ranks must call it."""
@@ -220,7 +212,7 @@ class ShardedModule(nn.Module):
         state = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
         for unit in self.units:
             full = unit.shard.new_empty(unit.full.shape)
-            all_gather(full, unit.shard, self.group, pattern=self.pattern)
+            all_gather(full, unit.shard, self.group)
             for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
                 state |= {name: view.clone() for name in names[parameter]}
         return state
@@ -246,12 +238,6 @@ class ShardedModule(nn.Module):
         for unit in self.units:
             unit.free()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run all microbatches but the last inside: each sends its gradients, which add up in the shards."""
-        yield
-        self.finish_gradient_sync()
-
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the module's parameters are freed."""
         raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
@@ -269,6 +255,7 @@ class ShardedModule(nn.Module):
         return found
 
 
+@guarded
 class FullyShardedDataParallel(ShardedModule):
     """Wraps a module. Its `parameters()` are what this rank's shards have of each parameter.
 
@@ -277,9 +264,9 @@ class FullyShardedDataParallel(ShardedModule):
     ranks must run the same blocks. With `compute_dtype`, parameters and inputs are cast to it for computing
     and for sending, and outputs are cast back; shards and optimizer keep the dtype of the parameters.
 
-    With several microbatches, divide each one's sum of losses by the valid targets of the global batch / n,
-    and run all but the last inside `no_sync()`. Call `finish_gradient_sync()` after the last backward: then
-    the `grad` of each shard is the mean over the n ranks, with zeros for an unused parameter.
+    Call `finish_gradient_sync()` after the last backward: then the `grad` of each shard is the mean over
+    ranks, with zeros for an unused parameter. With several microbatches, use `accumulate`
+    (train_naive_grad_accumulation.py), or do as it does: a forward ends the sending of the backward before.
     """
 
     def __init__(
@@ -287,25 +274,22 @@ class FullyShardedDataParallel(ShardedModule):
         module: nn.Module,
         group: Group = None,
         compute_dtype: torch.dtype | None = None,
-        pattern: str | None = None,
         reshard_after_forward: bool = True,
         blocks: list[nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.group, self.pattern, self.compute_dtype = module, group, pattern, compute_dtype
+        self.module, self.group, self.compute_dtype = module, group, compute_dtype
         self.reshards = reshard_after_forward
         self.refuse_unsupported()
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
         modules = blocks_of(module) if blocks is None else blocks
-        self.blocks = [  # number 0 is the root
-            units_of(parameters, group, pattern, compute_dtype) for parameters in divide(module, modules)
-        ]
+        # Number 0 is the root.
+        self.blocks = [units_of(some, group, compute_dtype) for some in divide(module, modules)]
         self.units = [unit for block in self.blocks for unit in block]
         for number, unit in enumerate(self.units):
             unit.number = number
         self.parameter_shards = [shard for unit in self.units for shard in unit.shards]
-        self._guard = Guard(module, [shard.tensor for shard in self.parameter_shards])
         self._current: list[Unit] = []  # the block that the backward has reached
         self._in_flight = deque[Unit]()
         self._expects_backward = self._has_backward = False  # before the next finish_gradient_sync()
@@ -315,11 +299,8 @@ class FullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, whose hooks gather the root and the blocks."""
-        self._guard.before_forward()
-        if self._has_backward and torch.is_grad_enabled():
-            raise WorkbookError(
-                "Call finish_gradient_sync() after the last backward, and run the others inside no_sync()."
-            )
+        if torch.is_grad_enabled():
+            self.end_backward()  # of the microbatch before
         self._expects_backward |= torch.is_grad_enabled()
         return self.compute(inputs, options)
 
@@ -353,7 +334,6 @@ class FullyShardedDataParallel(ShardedModule):
         if any(unit.is_stale for unit in self.blocks[i]):
             raise WorkbookError("The optimizer has stepped between a forward and its backward.")
         self._has_backward, done = True, []
-        self._guard.arrived.add(self.units[0].shard)
         # Once per block: each of its outputs has this hook. The root is sent at the end.
         if i > 0 and self._current is not self.blocks[i]:
             done, self._current = self._current, self.blocks[i]
@@ -376,7 +356,11 @@ class FullyShardedDataParallel(ShardedModule):
                 self._in_flight.append(unit)
 
     def finish_gradient_sync(self) -> None:
-        """Free all, and average what is left; then the `grad` of each shard is the mean over ranks."""
+        """Complete the mean over ranks, which is then the `grad` of each shard."""
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Free all parameters, and average the gradients that are left of a backward, if there was one."""
         if not self._has_backward:
             return
         self.refuse_hooks()
@@ -388,17 +372,26 @@ class FullyShardedDataParallel(ShardedModule):
         while self._in_flight:
             self._complete(self._in_flight.popleft())
         self._expects_backward = self._has_backward = False
-        self._guard.expect_gradients()
+
+    def traffic(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
+        """Return what a rank sends in a step: a block is gathered twice in each microbatch."""
+        total = expected_traffic("all_reduce", None, 1, 8, self.group) if is_clipped else Traffic()
+        for i, block in enumerate(self.blocks):
+            gathers = 2 if self.reshards and 0 < i < len(self.blocks) - 1 else 1
+            for unit in block:
+                size = unit.full.numel(), unit.full.itemsize, self.group
+                total += expected_traffic("all_gather", None, *size) * gathers * microbatches
+                if unit.layout.is_trained:
+                    total += expected_traffic("reduce_scatter", None, *size) * microbatches
+        return total
 
 
-def units_of(
-    parameters: list[nn.Parameter], group: Group, pattern: str | None, compute_dtype: torch.dtype | None
-) -> list[Unit]:
+def units_of(parameters: list[nn.Parameter], group: Group, compute_dtype: torch.dtype | None) -> list[Unit]:
     """Return the units of a block: usually one; frozen parameters and other dtypes need their own."""
     kinds: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for p in parameters:
         kinds.setdefault((p.requires_grad, p.dtype), []).append(p)
-    return [Unit(kind, group, pattern, compute_dtype or dtype) for (_, dtype), kind in kinds.items()]
+    return [Unit(kind, group, compute_dtype or dtype) for (_, dtype), kind in kinds.items()]
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -429,23 +422,6 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def traffic_per_step(
-    model: FullyShardedDataParallel, microbatches: int = 1, is_clipped: bool = False
-) -> Traffic:
-    """Return the traffic to expect of a step: a block is gathered twice in each microbatch."""
-    pattern, group = model.pattern, model.group
-    total = expected_traffic("all_reduce", pattern, 1, 8, group) if is_clipped else Traffic()
-    for i, block in enumerate(model.blocks):
-        gathers = 2 if model.reshards and 0 < i < len(model.blocks) - 1 else 1
-        for unit in block:
-            size = unit.full.numel(), unit.full.itemsize
-            gather = expected_traffic("all_gather", pattern, *size, group)
-            reduction = expected_traffic("reduce_scatter", pattern, *size, group)
-            total += sum([gather] * (gathers * microbatches), Traffic())
-            total += sum([reduction] * (unit.layout.is_trained * microbatches), Traffic())
-    return total
-
-
 def recompute_blocks(module: nn.Module) -> None:
     """Keep only the inputs of the blocks in module lists; the backward computes what is in them again."""
     for block in blocks_of(module):
@@ -470,37 +446,20 @@ def main(cluster: Cluster, args: Args) -> None:
     if args.recompute:
         recompute_blocks(module)
     dtype = torch.bfloat16 if args.bf16 else None
-    model = FullyShardedDataParallel(module, None, dtype, run.pattern, args.reshard_after_forward)
+    model = FullyShardedDataParallel(module, None, dtype, args.reshard_after_forward)
     optimizer_class, options = args.optimizer_class()
     optimizer = optimizer_class(model.parameters(), **options)
-    shares = shares_of(module, model.parameter_shards)
-    memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            parts = microbatches(x, y, args.grad_acc_steps)
-            with run.step() as record:
-                num_targets = run.valid_targets(y)
-                optimizer.zero_grad()
-                total = torch.zeros((), device=cluster.device)
-                for i, (x, y) in enumerate(parts):
-                    is_last = i == len(parts) - 1
-                    with contextlib.nullcontext() if is_last else model.no_sync():
-                        with span("forward", "forward"), memory.forward():
-                            loss = loss_of(model(x), y, num_targets)
-                        with span("backward", "backward"):
-                            loss.backward()
-                    total += loss.detach()
-                model.finish_gradient_sync()
-                if args.clip is not None:
-                    model.clip_grad_norm_(args.clip)
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(total)
-            run.expect_traffic(traffic_per_step(model, len(parts), args.clip is not None))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, **memory.fields())
+    memory = MemoryReport(model, optimizer, owned(3, shares_of(module, model.parameter_shards), args.states))
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = accumulate(model, microbatches(x, y, args.grad_acc_steps), run.num_targets)
+        model.finish_gradient_sync()
+        if args.clip is not None:
+            model.clip_grad_norm_(args.clip)
+        optimizer.step()
+        run.record(loss)
+    sent = model.traffic(args.grad_acc_steps, args.clip is not None)
+    run.finish(model, traffic=sent, **memory.fields())
 
 
 if __name__ == "__main__":
