@@ -193,7 +193,7 @@ def main(cluster: Cluster, args: Args) -> None:
     shares = [Share(*numbers) for numbers in mine]  # some rows of each parameter
     memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
     for x, y in run.batches(model, optimizer):
-        model.reshard()  # a root that stays gathered after an evaluation would not be gathered again
+        model.reshard()  # a root that an evaluation has gathered would not be gathered again
         optimizer.zero_grad()
         total = torch.zeros((), device=cluster.device)
         parts = microbatches(x, y, args.grad_acc_steps)
@@ -206,6 +206,7 @@ def main(cluster: Cluster, args: Args) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         run.record(total)
+    model.reshard()
     run.finish(model, traffic=traffic_per_step(cluster, args, model), **memory.fields())
 
 

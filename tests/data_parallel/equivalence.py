@@ -1,10 +1,10 @@
 """Compare data parallel wrappers with one process, on models with tied, frozen and unused parameters.
 
-A wrapper is a function of a module. All wrappers, DDP too, have `no_sync()` and `finish_gradient_sync()`.
+A wrapper is a function of a module. All wrappers, DDP too, have `finish_gradient_sync()`.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm.collectives import Group, barrier
+from comm.collectives import Group, barrier, use_pattern
 from comm.cost import Link
 from comm.wire import slow_link
 from comm.wire.groups import own_group
@@ -59,12 +59,22 @@ class Ddp(DistributedDataParallel):
         self.hook.check()
 
 
+def by(pattern: str | None, wrapper: Wrap, **options: Any) -> Wrap:
+    """Return a function that wraps a module, and lets its group use the pattern from then on."""
+
+    def wrap(module: nn.Module, group: Group = None) -> nn.Module:
+        use_pattern(pattern, group)
+        return wrapper(module, group, **options)
+
+    return wrap
+
+
 OURS: dict[str, Wrap] = {
-    "naive": lambda module, group=None: NaiveDataParallel(module, group, "ring"),
-    "overlap": lambda module, group=None: OverlapDataParallel(module, group, "ring"),
-    "a bucket for each": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=1e-6),
-    "buckets": lambda module, group=None: BucketDataParallel(module, group, "ring", bucket_mb=1e-3),
-    "one bucket": lambda module, group=None: BucketDataParallel(module, group, "torch", bucket_mb=4.0),
+    "naive": by("ring", NaiveDataParallel),
+    "overlap": by("ring", OverlapDataParallel),
+    "a bucket for each": by(None, BucketDataParallel, bucket_mb=1e-6),
+    "buckets": by("ring", BucketDataParallel, bucket_mb=1e-3),
+    "one bucket": by("torch", BucketDataParallel, bucket_mb=4.0),
 }
 WRAPPERS: dict[str, Wrap] = OURS | {"ddp": Ddp}
 
@@ -159,9 +169,19 @@ def accumulate(
     syncing = syncing or model
     parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
     for i, (x, y) in enumerate(parts):
-        with contextlib.nullcontext() if i == len(parts) - 1 else syncing.no_sync():
-            (loss(model, x, y) / microbatches).backward()
+        syncing.require_backward_grad_sync = i == len(parts) - 1
+        (loss(model, x, y) / microbatches).backward()
     syncing.finish_gradient_sync()
+
+
+@contextlib.contextmanager
+def no_sync(wrapper: Any) -> Iterator[None]:
+    """Run all microbatches but the last in the block, as a lesson's loop does."""
+    wrapper.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        wrapper.require_backward_grad_sync = True
 
 
 def mean_gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from tests.data_parallel.equivalence import (
     in_pairs,
     layers,
     mean_square,
+    no_sync,
     odd_loss,
     one_process,
 )
@@ -68,7 +69,7 @@ def messages_of(wrap: Wrap) -> tuple[int, int]:
     """Return how many messages a rank sends in a step of 8 layers of 1 KiB, and in no_sync() before it."""
     model = wrap(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))))
     counts = [_sent()]
-    with model.no_sync():
+    with no_sync(model):
         model(torch.ones(1, 16)).sum().backward()
     counts.append(_sent())
     model(torch.ones(1, 16)).sum().backward()

@@ -10,7 +10,7 @@ from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel, fill
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.units import MIB
-from tests.data_parallel.equivalence import accumulate, gpt, mine, text, text_loss
+from tests.data_parallel.equivalence import accumulate, gpt, mine, no_sync, text, text_loss
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -115,7 +115,7 @@ def test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied(
         for set_to_none, expected in ((True, 2), (False, 0)):
             model.zero_grad(set_to_none)
             loss = model(torch.ones(1, 3)).sum()
-            with model.no_sync(), Copies() as copies:
+            with no_sync(model), Copies() as copies:
                 loss.backward()
             assert copies.count == expected
 

@@ -21,6 +21,7 @@ from tests.data_parallel.equivalence import (
     mean_gradients,
     mean_square,
     mine,
+    no_sync,
     odd_loss,
     one_process,
     text,
@@ -98,7 +99,7 @@ def test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too():
     def work(cluster: Cluster) -> None:
         for name, wrap in OURS.items():
             model, x = wrap(Middle()), torch.ones(1).double()
-            with model.no_sync():
+            with no_sync(model):
                 model(x, cluster.rank == 1).backward()
             model(x, False).backward()
             model.finish_gradient_sync()
@@ -134,7 +135,7 @@ def test_two_forwards_before_one_backward_and_several_backwards_in_one_no_sync_a
             model.finish_gradient_sync()
             assert_same(mean_gradients(model.module), expected, what=f"gradient of two forwards, {name},")
             model.zero_grad()
-            with model.no_sync():
+            with no_sync(model):
                 for _ in range(2):
                     mean_square(model, x).backward()
             mean_square(model, x).backward()

@@ -13,7 +13,6 @@ from torch import nn
 
 from comm.cost import Link
 from comm.wire import slow_link
-from data_parallel import train_bucket_overlap, train_naive, train_overlap
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
@@ -32,6 +31,7 @@ from tests.data_parallel.equivalence import (
     mean_gradients,
     mean_square,
     mine,
+    no_sync,
     one_process,
     text,
     text_loss,
@@ -43,21 +43,20 @@ OVERLAPPING = ("overlap", "a bucket for each", "one bucket")
 
 def test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch():
     wrappers = (
-        (train_naive, NaiveDataParallel, {}),
-        (train_overlap, OverlapDataParallel, {}),
-        (train_bucket_overlap, BucketDataParallel, {"bucket_mb": 0.01}),
+        (NaiveDataParallel, {}),
+        (OverlapDataParallel, {}),
+        (BucketDataParallel, {"bucket_mb": 0.01}),
     )
 
     def work(cluster: Cluster) -> None:
-        for lesson, wrapper, options in wrappers:
-            model, (x, y) = wrapper(gpt(cluster.rank), pattern="ring", **options), mine(cluster, text())
+        for wrapper, options in wrappers:
+            model, (x, y) = wrapper(gpt(cluster.rank), **options), mine(cluster, text())
             before = LEDGER.total()
-            with model.no_sync():
+            with no_sync(model):
                 text_loss(model, x, y).backward()
-            assert LEDGER.total() == before, lesson.__name__
+            assert LEDGER.total() == before, wrapper.__name__
             accumulate(model, text_loss, (x, y), 1)
-            formula = lesson.traffic_per_step(model, "ring")
-            assert LEDGER.total() - before == formula, lesson.__name__
+            assert LEDGER.total() - before == model.traffic(), wrapper.__name__
 
     for world_size in (1, 3):
         run_ranks(work, world_size)

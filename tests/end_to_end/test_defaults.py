@@ -67,7 +67,7 @@ def test_every_mode_accepts_its_defaults_and_begins_to_train(world_size: int):
         for mode in NAMES:
             main, arguments = start_of(mode)
             args = tyro.cli(arguments, args=few_steps(mode))
-            with without_measuring(), mock.patch.object(Run, "step", side_effect=TheLoopBegins):
+            with without_measuring(), mock.patch.object(Run, "batches", side_effect=TheLoopBegins):
                 try:
                     main(cluster, args)
                 except TheLoopBegins:

@@ -47,7 +47,7 @@ def refusals() -> list[tuple[str, ...]]:
     """Return what each of two ranks says to every case, one case after the other in the same group."""
 
     def work(cluster: Cluster) -> list[str]:
-        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+        with mock.patch.object(Run, "batch", side_effect=AssertionError("trained")):
             return [refusal(cluster, name, **changes) for name, changes, _ in NONSENSE]
 
     return list(zip(*run_ranks(work, 2, timeout=30), strict=True))

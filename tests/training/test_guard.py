@@ -1,6 +1,7 @@
 """The guard refuses in one sentence what would train wrongly without an error, and nothing else."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,29 +9,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lab.launch.errors import WorkbookError
-from training.guard import Guard, refuse_unless_elementwise
+from training.guard import guarded, refuse_unless_elementwise, watch
 
 
-def model() -> nn.Sequential:
+class Wrapper(nn.Module):
+    """Sends in the backward, or seems to: the guard looks at a wrapper from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.require_backward_grad_sync = True
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+    def finish_gradient_sync(self) -> None:
+        pass
+
+
+def layers() -> nn.Sequential:
     layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     layers[0].bias.requires_grad_(False)
     return layers
 
 
-def watched(module: nn.Module) -> Guard:
-    guard = Guard(module)
-
-    def on_gradient(parameter: Tensor) -> None:
-        assert guard.note_arrival(parameter)
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(on_gradient)
-    return guard
-
-
-def backward(module: nn.Module) -> None:
-    module(torch.ones(1, 3)).sum().backward()
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 3)).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -47,56 +51,66 @@ def backward(module: nn.Module) -> None:
 def test_a_parameter_that_changed_after_wrapping_is_named(
     change: Callable[[nn.Sequential], object], name: str
 ) -> None:
-    layers = model()
-    guard = Guard(layers)
-    guard.before_forward()
-    change(layers)
+    model = watch(Wrapper(layers()))
+    model(torch.ones(1, 3))
+    change(model.module)
+    x = torch.ones(1, 3, dtype=next(model.parameters()).dtype)
     with torch.no_grad():
-        guard.before_forward()  # an evaluation trains nothing
+        model.module[0](x)  # an evaluation trains nothing
     with pytest.raises(WorkbookError, match=f"^The parameter {name} was added, .* first, then wrap it"):
-        guard.before_forward()
+        model(x)
 
 
 def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
-    layers = model()
-    guard = watched(layers)
-    with guard.no_sync():
-        backward(layers)
-        backward(layers)
+    model = watch(Wrapper(layers()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.require_backward_grad_sync = False
+    backward(model)
+    backward(model)
     with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync"):
-        guard.before_step()  # the gradients are those of this rank
-    backward(layers)
+        optimizer.step()  # the gradients are those of this rank
+    model.require_backward_grad_sync = True
+    backward(model)
     with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync\(\) after the last backward"):
-        guard.before_step()
-    for mark in (guard.no_sync, torch.enable_grad):
-        with (
-            mark(),
-            pytest.raises(WorkbookError, match=r"Another backward began before finish_gradient_sync"),
-        ):
-            backward(layers)
-    guard.expect_gradients()
-    guard.before_step()
-    backward(layers)
+        optimizer.step()
+    for is_last in (False, True):
+        model.require_backward_grad_sync = is_last
+        with pytest.raises(WorkbookError, match=r"Another backward began before finish_gradient_sync"):
+            backward(model)
+    model.finish_gradient_sync()
+    optimizer.step()
+    backward(model)
 
 
 def test_a_step_after_a_parameter_was_unfrozen_is_refused_where_no_forward_runs_through_the_wrapper() -> None:
-    layers = model()
-    frozen = next(layers.parameters()).requires_grad_(False)
-    guard = watched(layers)
-    guard.before_step()
+    model = Wrapper(layers())
+    frozen = next(model.parameters()).requires_grad_(False)
+    watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
     frozen.requires_grad_(True)
     with pytest.raises(WorkbookError, match=r"weight was added, .* after wrapping"):
-        guard.before_step()
+        optimizer.step()
 
 
 def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
     with pytest.raises(WorkbookError, match="1 has sparse gradients"):
-        Guard(nn.Sequential(nn.Linear(1, 1), nn.Embedding(5, 2, sparse=True)))
-    Guard(nn.Embedding(5, 2, sparse=True).requires_grad_(False))
-    table = nn.Embedding(5, 2)
-    watched(table)
+        watch(Wrapper(nn.Sequential(nn.Linear(1, 1), nn.Embedding(5, 2, sparse=True))))
+    watch(Wrapper(nn.Embedding(5, 2, sparse=True).requires_grad_(False)))
+    table = watch(Wrapper(nn.Embedding(5, 2))).module
     with pytest.raises(WorkbookError, match=r"A parameter of shape \(5, 2\) has sparse gradients"):
         F.embedding(torch.tensor([1]), table.weight, sparse=True).sum().backward()
+
+
+def test_an_object_of_a_guarded_class_is_watched_once_from_the_end_of_its_constructor_on() -> None:
+    watched = guarded(type("Guarded", (Wrapper,), {}))
+    model = watch(watched(layers()))
+    backward(model)
+    with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    plain = type("Plain", (watched,), {})(layers())
+    backward(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()  # a subclass says for itself whether it is guarded
 
 
 class NormalisedSgd(torch.optim.SGD):

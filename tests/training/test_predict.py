@@ -2,8 +2,11 @@
 
 import pytest
 
+from comm import cost
+from comm.cost import Link
 from lab.trace.gantt import Event
-from training.predict import median_step_seconds, observed_step, step_seconds
+from lab.trace.ledger import Entry, Traffic
+from training.predict import observed_step, predicted_seconds, step_seconds
 
 SECOND = 1_000_000_000
 
@@ -77,6 +80,15 @@ def test_communication_inside_the_backward_and_gaps_between_microbatches_are_no_
 
 def test_the_prediction_of_a_run_is_the_median_of_its_steps():
     steps = [[event("backward", 0, seconds)] for seconds in (1, 9, 2)]
-    assert median_step_seconds(steps, wire) == pytest.approx(2.0)
-    assert median_step_seconds([OVERLAPPED], wire) == pytest.approx(2 + 5 + 9 + 1)
-    assert median_step_seconds([], wire) is None
+    link, two = Link(0.5, 0.1), {Entry("all_reduce", "ring"): Traffic(2, 1)}
+
+    def predicted(steps: list[list[Event]], traffic: dict[Entry, Traffic] = two) -> float | None:
+        return predicted_seconds(steps, traffic, "ring", 2, link)
+
+    assert predicted(steps) == pytest.approx(2.0)
+    assert predicted([]) is None
+    assert predicted(steps, two | {Entry("all_to_all", "pairwise"): Traffic(2, 1)}) is None
+    messages = observed_step(OVERLAPPED)
+    assert predicted([OVERLAPPED]) == step_seconds(
+        *messages, lambda size: cost.seconds("all_reduce", "ring", size, 2, link)
+    )

@@ -17,11 +17,11 @@ def masks(cluster: Cluster, seed: int = 0) -> list[tuple[float, ...]]:
     """Return a dropout mask of each of two steps."""
     drawn = []
     with without_measuring():
-        run = Run(cluster, Args(size="tiny", batch_size=12, seed=seed), "test")
-        for _ in range(2):
-            with run.step() as record:
-                drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
-                record.loss = 1.0
+        run = Run(cluster, Args(steps=2, size="tiny", batch_size=12, seed=seed), "test")
+        model = run.model()
+        for _ in run.batches(model, run.optimizer(model)):
+            drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
+            run.record(torch.ones(()))
     return drawn
 
 

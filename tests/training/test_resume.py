@@ -25,7 +25,7 @@ def test_after_ctrl_c_on_one_rank_all_stop_after_the_same_step_and_resume_with_t
 
     def work(cluster: Cluster) -> list[str]:
         sentences = []
-        for mode, where, at, last_step in ((NAIVE, "batch", 3, 3), ("zero1", "step", 2, 2)):
+        for mode, where, at, last_step in ((NAIVE, "batch", 3, 3), ("zero1", "record", 2, 2)):
             folder = tmp_path / mode
             with dropping:
                 sentences.append(interrupted(cluster, mode, where, at, 1, checkpoint=str(folder)))
@@ -77,7 +77,7 @@ def test_the_same_command_starts_resumes_after_sigusr1_and_sees_that_all_is_done
 def test_ctrl_c_in_the_last_step_lets_the_run_end_with_its_report(tmp_path):
     def work(cluster: Cluster) -> None:
         before = signal.getsignal(signal.SIGINT)
-        for where, at in (("batch", 2), ("expect_traffic", 2), ("finish", 1)):
+        for where, at in (("batch", 2), ("record", 2), ("finish", 1)):
             folder = str(tmp_path / where)
             assert interrupted(cluster, NAIVE, where, at, 1, steps=2, checkpoint=folder) == ""
             assert signal.getsignal(signal.SIGINT) == before
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_a_step_is_taken(t
             (tmp_path / "file" / "folder", {}),
             (tmp_path / "typo", {"resume": True}),
         ]
-        with mock.patch.object(Run, "step", side_effect=AssertionError("trained")):
+        with mock.patch.object(Run, "batch", side_effect=AssertionError("trained")):
             return [refusal(cluster, NAIVE, checkpoint=str(folder), **how) for folder, how in folders]
 
     file, below, typo = map(the_one_sentence, zip(*run_ranks(work, 3), strict=True))

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comm.collectives import Group, all_reduce, broadcast
+from comm.collectives import Group, all_reduce, broadcast, use_pattern
 from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
 from tests.data_parallel.equivalence import Loss, accumulate, mine
-from zero import train_zero1, train_zero3
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -56,8 +55,10 @@ class Sharded:
         optimizer: str,
         group: Group = None,
         wrap: Callable[..., Any] = FullyShardedDataParallel,  # of stage 3
+        pattern: str | None = None,
         **options: Any,
     ):
+        use_pattern(pattern, group)
         optimizer_class, defaults = OPTIMIZERS[optimizer]
         self.module = module
         if stage == "zero3":
@@ -77,12 +78,16 @@ class Sharded:
 
     def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int) -> None:
         """Compute the gradients of a step, as the lessons do."""
-        accumulate(self.model, loss, batch, microbatches, self.syncing)
+        if not isinstance(self.syncing, ZeroGradientOptimizer):
+            accumulate(self.model, loss, batch, microbatches, self.syncing)
+            return
+        for x, y in zip(*(part.chunk(microbatches) for part in batch), strict=True):
+            (loss(self.model, x, y) / microbatches).backward()
+            self.syncing.finish_gradient_sync()
 
     def expected_traffic(self, reductions: int = 1, is_clipped: bool = False) -> Traffic:
         """Return the lesson's formula for this stage."""
-        lesson = train_zero3 if self.syncing is self.model else train_zero1
-        return lesson.traffic_per_step(self.syncing, reductions, is_clipped)
+        return self.syncing.traffic(reductions, is_clipped)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the full mean gradients, on all ranks."""

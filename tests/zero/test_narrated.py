@@ -65,7 +65,7 @@ def test_zero1_equals_one_process():
             # all 12 examples, of the part that it owns of each parameter. (The last layer comes first.)
             optimizer.zero_grad()
             mean_square(model(one.my_x), one.my_y).backward()
-            optimizer.finish_gradient_sync()
+            optimizer.finish_gradient_sync()  # which step() would do, too
             one.compare_gradients(optimizer.parameter_shards[::-1])
 
             # The optimizer updates that part. After the all-gather every rank has all new parameters.
@@ -92,8 +92,8 @@ def test_zero2_equals_one_process():
             # there, so that neither leaves any in the model; their means add up where they are owned.
             optimizer.zero_grad()
             (x0, x1), (y0, y1) = one.my_x.chunk(2), one.my_y.chunk(2)
-            with optimizer.no_sync():
-                (mean_square(model(x0), y0) / 2).backward()
+            (mean_square(model(x0), y0) / 2).backward()
+            optimizer.finish_gradient_sync()
             assert all(parameter.grad is None for parameter in model.parameters())
             (mean_square(model(x1), y1) / 2).backward()
             optimizer.finish_gradient_sync()

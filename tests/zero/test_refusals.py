@@ -31,15 +31,6 @@ def forgets_to_finish(stage: str) -> None:
     backward(ours)
 
 
-def goes_backward_again_after_the_gradients_are_averaged(stage: str) -> None:
-    ours = Sharded(stage, Blocks(), "sgd")
-    backward(ours)
-    ours.optimizer.finish_gradient_sync()
-    ours.optimizer.finish_gradient_sync()  # which changes nothing
-    ours.optimizer.step()
-    backward(ours)
-
-
 def goes_backward_twice(stage: str) -> None:
     ours = Sharded(stage, Blocks(), "sgd")
     backward(ours)
@@ -132,20 +123,19 @@ def compiles_a_block_after_wrapping(_: str) -> None:
 
 
 REFUSED: list[tuple[Callable[[str], object], list[str], str]] = [
-    (forgets_to_finish, STAGES, "finish_gradient_sync"),
-    (forgets_to_finish_in_the_first_step, STAGES, "finish_gradient_sync"),
+    (forgets_to_finish, ["zero3"], "finish_gradient_sync"),
+    (forgets_to_finish_in_the_first_step, ["zero3"], "finish_gradient_sync"),
     (steps_with_a_closure, ["zero1", "zero2"], "takes no closure"),
     (steps_with_a_closure, ["zero3"], "finish_gradient_sync"),
     (takes_the_norm_of_a_shard, STAGES, "shard only"),
     (clips_as_one_process_does, ["zero3"], "shard only"),
-    (clips_before_it_finishes, STAGES, "finish_gradient_sync"),
+    (clips_before_it_finishes, ["zero3"], "finish_gradient_sync"),
     (watches_shards, ["zero3"], "never run"),
     (compiles_in_place, ["zero3"], "compiled code"),
     (compiles_a_block_after_wrapping, ["zero3"], "compiled code"),
     (lambda _: torch.optim.Adafactor(finished().parameters()).step(), ["zero3"], "element by element"),
     (lambda _: copy.deepcopy(finished()), ["zero3"], "full_state_dict"),
     (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ["zero3"], "no buffers"),
-    (goes_backward_again_after_the_gradients_are_averaged, ["zero1", "zero2"], "call zero_grad"),
     (goes_backward_twice, ["zero1"], "Another backward"),
     (goes_backward_without_a_forward, ["zero3"], "without a forward before it"),
     (goes_backward_after_a_step, ["zero3"], "stepped between a forward and its backward"),
