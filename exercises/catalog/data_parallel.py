@@ -66,21 +66,20 @@ EXERCISES = (
         doc="""
             Average the gradients, parameter by parameter, over the ranks of the group.
 
-            Frozen parameters are left out. A rank has used a parameter if its `.grad` is not None. Where it
+            A rank has used a parameter if its `.grad` is not None. Where it
             did not, it contributes zeros, and gets the mean too.
         """,
         helps=(
-            "self.module: nn.Module",
-            "self.group: Group, self.pattern: str | None\n    They are passed on to all_reduce.",
-            "self._guard.expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
+            "self.trained: list[nn.Parameter]\n    The parameters that are not frozen.",
+            "self.group: Group\n    It is passed on to all_reduce.",
         ),
         hints=(
-            "A frozen parameter does not require a gradient. What happens if one rank calls all_reduce for a "
-            "parameter, and another rank, which did not use it, does not?",
+            "What happens if one rank calls all_reduce for a parameter, and another rank, which did not use "
+            "it, does not?",
             "Ranks pair their all-reduces by the order of the calls, so all ranks must call it for the same "
             "parameters. Set the gradient of an unused one to torch.zeros_like(parameter) first.",
-            "For each parameter that requires a gradient: all_reduce(parameter.grad, op='mean', "
-            "group=self.group, pattern=self.pattern), which writes the mean into its tensor.",
+            "For each parameter of self.trained: all_reduce(parameter.grad, 'mean', self.group). It writes "
+            "the mean into its tensor.",
         ),
     ),
     Exercise(
@@ -110,18 +109,15 @@ EXERCISES = (
                 wrapper calls `self.module`.
                 After the last backward of a step the user calls `finish_gradient_sync()`: then each
                 parameter's gradient is the mean over the ranks of `group`. A parameter that this rank has not
-                used counts as zero; frozen ones have no gradient. Backwards before the last one run inside
-                `with model.no_sync()`, and their gradients add up. The user divides the losses of
-                microbatches, so that this sum is the gradient of the mean loss.
+                used counts as zero; frozen ones have no gradient. The gradients of several backwards add up.
+                The user divides the losses of microbatches, so that this sum is the gradient of the mean
+                loss.
                 """
 
                 def __init__(self, module, group=None):
                     raise NotImplementedError
 
                 def forward(self, *inputs, **named_inputs):
-                    raise NotImplementedError
-
-                def no_sync(self):
                     raise NotImplementedError
 
                 def finish_gradient_sync(self):
@@ -131,8 +127,8 @@ EXERCISES = (
             "What must be equal on all ranks before the first step so that equal gradients keep them equal?",
             "Ranks pair their collectives by the order of the calls. So all ranks must reduce the same "
             "parameters, also those that a rank has not used.",
-            "`no_sync` has nothing to do here: contextlib.nullcontext() is enough. Buffers and parameters of "
-            "a module that was drawn with another seed come from broadcast(tensor.data, root=0).",
+            "Buffers and parameters of a module that was drawn with another seed come from "
+            "broadcast(tensor.data, root=0).",
         ),
     ),
     Exercise(
@@ -189,11 +185,11 @@ EXERCISES = (
             """,
         },
         helps=(
-            "self.group: Group, self.pattern: str | None",
+            "self.group: Group",
             "self.in_flight: list[Work]\n    The all-reduces that have been launched; each one has wait().",
             "self._to_launch: deque[nn.Parameter]\n    "
             "Those that are left, in the order that all ranks share.",
-            "self._expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
+            "self._expect_gradients()\n    Call it last: it prepares for the next backward.",
         ),
         hints=(
             "With async_op=True, all_reduce returns at once with a handle, and handle.wait() waits for the "
@@ -233,9 +229,7 @@ EXERCISES = (
             "Those that have not been launched, in the order that all ranks share.",
             "self._launch(parameter)\n    Start the all-reduce of a gradient.",
             "self._complete: set[nn.Parameter]\n    A set for your own use, empty when a step begins.",
-            "self._guard.note_arrival(parameter) -> bool\n    "
-            "Call it first, in every microbatch; False says that there is no gradient, and nothing to do.",
-            "self._guard.is_synchronising: bool\n    Whether this is the last microbatch.",
+            "self.require_backward_grad_sync: bool\n    Whether this is the last microbatch.",
         ),
         hints=(
             "A gradient that is complete early waits for all those before it. Which parameter is the next "
@@ -347,16 +341,14 @@ EXERCISES = (
                 Gradients share buckets, which are filled in the reverse order of `module.parameters()`: a
                 bucket is full when it has `bucket_mb` MiB or more. Each bucket is one all-reduce, which
                 starts in the last backward, as soon as all gradients of it and of the earlier buckets are
-                complete. In `no_sync()` nothing is sent. `finish_gradient_sync()` waits for all.
+                complete. The user sets `require_backward_grad_sync`: it is False in all backwards of a step
+                but the last, and in these nothing is sent. `finish_gradient_sync()` waits for all.
                 """
 
                 def __init__(self, module, group=None, bucket_mb=1.0):
                     raise NotImplementedError
 
                 def forward(self, *inputs, **named_inputs):
-                    raise NotImplementedError
-
-                def no_sync(self):
                     raise NotImplementedError
 
                 def finish_gradient_sync(self):

@@ -110,22 +110,20 @@ EXERCISES = (
                 """Trains parameters with an `optimizer_class`, of whose state each rank has an n-th.
 
                 `defaults` are the optimizer's options. All ranks of `group` begin with its first rank's
-                parameters. A step is zero_grad(); backwards, all but the last inside
-                `with optimizer.no_sync()`; finish_gradient_sync(); step(). Afterwards the parameters are what
-                one process would have, with the mean of the ranks' gradients; an unused parameter counts as
-                one with zeros, and frozen ones do not change. Between steps a rank has the parameters, memory
-                for the gradients, and the optimizer's state of its n-th, and in a step it sends (n-1)/n of
-                the gradients' bytes and (n-1)/n of the parameters'. You may assume that `optimizer_class`
-                works element by element. The user divides the losses of microbatches.
+                parameters. A step is zero_grad(), one or several backwards, and step(). Afterwards the
+                parameters are what one process would have, with the mean of the ranks' gradients; an unused
+                parameter counts as one with zeros, and frozen ones do not change. The user may call
+                finish_gradient_sync() before step(), to have the mean gradients of the rank's n-th. Between
+                steps a rank has the parameters, memory for the gradients, and the optimizer's state of its
+                n-th, and in a step it sends (n-1)/n of the gradients' bytes and (n-1)/n of the parameters'.
+                You may assume that `optimizer_class` works element by element. The user divides the losses of
+                microbatches.
                 """
 
                 def __init__(self, params, optimizer_class, group=None, **defaults):
                     raise NotImplementedError
 
                 def zero_grad(self):
-                    raise NotImplementedError
-
-                def no_sync(self):
                     raise NotImplementedError
 
                 def finish_gradient_sync(self):
@@ -214,10 +212,10 @@ EXERCISES = (
                 this rank's shards of those that are trained: an ordinary optimizer gets them. Calling the
                 wrapper calls the module with full parameters. After the last backward of a step the user
                 calls `finish_gradient_sync()`: then each shard's gradient is the mean over the ranks of
-                `group`, with zeros for what was not used. Backwards before the last one run inside
-                `with model.no_sync()`. `full_state_dict()`, which all ranks call, returns the module's full
-                state by its own names. Between steps a rank holds an n-th of everything, and in a step it
-                sends at most (n-1)/n of three times the parameters' bytes.
+                `group`, with zeros for what was not used. The gradients of several backwards add up.
+                `full_state_dict()`, which all ranks call, returns the module's full state by its own names.
+                Between steps a rank holds an n-th of everything, and in a step it sends at most (n-1)/n of
+                three times the parameters' bytes.
                 """
 
                 def __init__(self, module, group=None):

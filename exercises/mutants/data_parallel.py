@@ -125,7 +125,7 @@ mutant(
     "gradient_summed",
     "Gradients are summed, not averaged: with SGD training diverges on many ranks, and Adam hides the error.",
     target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
-    changes={'op="mean"': 'op="sum"'},
+    changes={'"mean"': '"sum"'},
     killer=EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="sum over ranks that should be a mean",
     symptom="With SGD training diverges on many ranks, and with Adam the loss looks normal.",
@@ -172,7 +172,11 @@ mutant(
     "overlap_blocks",
     "Overlap is as slow as naive: each hook waits for its all-reduce, so the backward waits too.",
     target="data_parallel.train_overlap.OverlapDataParallel._launch",
-    changes={"self.in_flight.append(work)": "work.wait()"},
+    changes={
+        'self.in_flight.append(all_reduce(parameter.grad, "mean", self.group, async_op=True))': (
+            'all_reduce(parameter.grad, "mean", self.group, async_op=True).wait()'
+        )
+    },
     killer=OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
 )
 
@@ -246,10 +250,10 @@ mutant(
     target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
     changes={
         (
-            "if parameter.requires_grad:\n"
-            "    if parameter.grad is None:\n"
-            "        parameter.grad = torch.zeros_like(parameter)"
-        ): "if parameter.grad is not None:",
+            "if parameter.grad is None:\n"
+            "    parameter.grad = torch.zeros_like(parameter)\n"
+            'all_reduce(parameter.grad, "mean", self.group)'
+        ): 'if parameter.grad is not None:\n    all_reduce(parameter.grad, "mean", self.group)',
     },
     killer=EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
     cause="must be zeros, and is None",

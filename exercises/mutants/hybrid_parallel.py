@@ -82,8 +82,8 @@ mutant(
     "Replicas drift apart, and layers that are divided get mixed up: the mean is taken over the tensor axis.",
     target="hybrid_parallel.hybrid.HybridParallel._replicate",
     changes={
-        "self.data = BucketDataParallel(self.module, group, pattern)": (
-            "self.data = BucketDataParallel(self.module, group, pattern)\nself.data.group = self.mesh.tensor"
+        "self.data = BucketDataParallel(self.module, group)": (
+            "self.data = BucketDataParallel(self.module, group)\nself.data.group = self.mesh.tensor"
         ),
     },
     killer=EQUIVALENCE + "test_replicas_of_divided_tokens_equal_one_process",

@@ -82,7 +82,7 @@ mutant(
 mutant(
     "resumes_with_the_first_batches",
     "A resumed run has another loss than an undisturbed one: it trains on the first batches again.",
-    target="training.run.Run._load",
+    target="training.resuming.Resuming._load",
     changes={"return step": "return 0"},
     killer=RESUME + "test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was",
 )

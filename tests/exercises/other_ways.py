@@ -4,7 +4,6 @@ That these pass shows that an open exercise is graded by what a solution does. N
 own classes.
 """
 
-import contextlib
 from typing import Any
 
 import torch
@@ -41,19 +40,13 @@ def open_all_reduce(wire, full, op):
 class Replicas(nn.Module):
     def __init__(self, module, group=None):
         super().__init__()
-        self.module, self.group, self.is_last = module, group, True
+        self.module, self.group, self.require_backward_grad_sync = module, group, True
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, group=group)
 
     def forward(self, *inputs):
         return self.module(*inputs)
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.is_last = False
-        yield
-        self.is_last = True
 
 
 class NaiveDataParallel(Replicas):
@@ -78,7 +71,7 @@ class BucketDataParallel(Replicas):
         self.there, self.sent = set(), []
 
     def arrived(self, parameter):
-        if self.is_last:
+        if self.require_backward_grad_sync:
             self.there.add(parameter)
             while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
                 self.send()
@@ -112,6 +105,7 @@ class ZeroOptimizer:
         self.flat, self.grads = (self.params[0].new_zeros(-(-total // n) * n) for _ in range(2))
         for p, place, grad in zip(self.params, self.views(self.flat), self.views(self.grads), strict=True):
             p.data, p.grad = place.copy_(p.data), grad
+        self.is_reduced = False
         self.shard, self.own_grads = nn.Parameter(self.flat.chunk(n)[r]), self.grads.chunk(n)[r]
         self.inner = optimizer_class([self.shard], **defaults)
 
@@ -123,15 +117,15 @@ class ZeroOptimizer:
 
     def zero_grad(self):
         self.grads.zero_()
-
-    def no_sync(self):
-        return contextlib.nullcontext()
+        self.is_reduced = False
 
     def finish_gradient_sync(self):
         reduce_scatter(self.own_grads, self.grads, "mean", self.group)
-        self.shard.grad = self.own_grads
+        self.shard.grad, self.is_reduced = self.own_grads, True
 
     def step(self):
+        if not self.is_reduced:
+            self.finish_gradient_sync()
         self.inner.step()
         all_gather(self.flat, self.shard.data.clone(), self.group)
 
@@ -143,6 +137,7 @@ class ZeroGradientOptimizer(ZeroOptimizer):
         self.zero_grad()
 
     def zero_grad(self):
+        self.is_reduced = False
         for p in self.params:
             p.grad = None
 
@@ -153,6 +148,7 @@ class ZeroGradientOptimizer(ZeroOptimizer):
         self.shard.grad = torch.empty_like(self.shard)
         reduce_scatter(self.shard.grad, flat, "mean", self.group)
         self.zero_grad()
+        self.is_reduced = True
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -195,9 +191,6 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *inputs):
         self.gather()
         return self.module(*inputs)
-
-    def no_sync(self):
-        return contextlib.nullcontext()
 
     def finish_gradient_sync(self):
         for params, _, shard, numel in self.flats[:1]:
