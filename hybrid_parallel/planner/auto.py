@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,24 +11,35 @@ from comm.cost import Link
 from comm.exchange import on_main
 from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
-from hybrid_parallel.config import read_command_line
+from hybrid_parallel.config import load, split_config
 from hybrid_parallel.planner.machine import MACHINES, Machine, this_machine
 from hybrid_parallel.planner.search import choose, plans
 from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.launch.usage import read_words
 from training.calibrate import measure_all_reduce
 
 
 def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
     """Return the arguments of train_hybrid.py. All ranks must call it."""
-    return read_command_line(words, cluster.world_size, partial(choose_sizes, cluster))
+    path, overrides = split_config(words)
+    if path is None:
+        return read_words(words, HybridArgs)
+    config = load(path, overrides)
+    if config.num_processes != cluster.world_size:
+        raise WorkbookError(
+            f"num_gpus is {config.num_processes}, but {cluster.world_size} processes have started; start "
+            f"them with scripts/launch_training.sh, or give --num-gpus {cluster.world_size} too."
+        )
+    if config.given is None:
+        return config.args
+    sizes = choose_sizes(cluster, config.args, config.given)
+    return dataclasses.replace(config.args, **dataclasses.asdict(sizes))
 
 
-def choose_sizes(
-    cluster: Cluster, args: HybridArgs, num_processes: int, given: Mapping[str, Any]
-) -> ParallelSizes:
+def choose_sizes(cluster: Cluster, args: HybridArgs, given: Mapping[str, Any]) -> ParallelSizes:
     """Return rank 0's choice for the link and the rates that the ranks measure. All ranks must call it."""
     machine = measured_machine(cluster, slow_link.parse(args.link) if args.link else None)
     moe = moe_of(args)
@@ -37,7 +47,7 @@ def choose_sizes(
 
     def chosen() -> dict[str, Any]:
         shape = shape_of_config(model_of(args), *experts)
-        found = plans(shape, machine, num_processes, args.batch_size, args.precision, given)
+        found = plans(shape, machine, cluster.world_size, args.batch_size, args.precision, given)
         return dataclasses.asdict(choose(found).sizes)
 
     return ParallelSizes(**on_main(cluster, "choose a plan", chosen))

@@ -350,7 +350,7 @@ examples.compare(config.args.batch_size)
 # Only the two replicas work on different examples: 8 · 2 = 16. The four ranks of a replica work together on the same eight.
 # A learning rate that was chosen for a batch of 64 would be wrong here: this batch is a quarter of that.
 #
-# A mistake in the file is reported before any process starts, with its key and its line. Here are four; try your own:
+# A mistake in the file is reported before any process starts, with its key. Here are four; try your own:
 
 # %%
 import tempfile

@@ -91,7 +91,7 @@ def test_the_planner_chooses_the_same_sizes_on_all_ranks_and_keeps_what_is_given
         args = HybridArgs(batch_size=16, size="tiny", layers=4)
         mlp = dataclasses.replace(args, model="mlp")
         ways = (args, {}), (args, {"pipeline": 2}), (mlp, {})
-        return [choose_sizes(cluster, one, 2, given) for one, given in ways]
+        return [choose_sizes(cluster, one, given) for one, given in ways]
 
     of_rank_0, of_rank_1 = run_ranks(chosen, 2)
     assert of_rank_0 == of_rank_1
