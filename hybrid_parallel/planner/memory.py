@@ -64,7 +64,7 @@ def memory_of_rank(
     full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
     state = formula(sizes.zero, full, sizes.replicas)
     c = ITEMSIZE[sizes.precision]
-    stream = tokens * shape.width * c / (sizes.tensor if sizes.sequence_parallel else 1)
+    stream = tokens * on_a_rank((0.0, shape.width * c), sizes)
     layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     kept = layers * tokens * layer_activations(shape, sizes)
     temporary = 0.0
@@ -86,9 +86,8 @@ def memory_of_rank(
 def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
     """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch.
 
-    For a GPT in 16 bit with dropout and no fused attention, s b tokens have s b h (10 + 24/t + 5 a s / (h t))
-    bytes, equation 2 of Korthikanti et al., with t tensor ranks, a heads and width h. With sequence
-    parallelism all terms are divided by t, equation 4.
+    For a GPT in 16 bit with dropout and no fused attention this is equation 2 of Korthikanti et al., and
+    with sequence parallelism equation 4.
     """
     return on_a_rank(shape.kept_bytes(ITEMSIZE[sizes.precision]), sizes)
 

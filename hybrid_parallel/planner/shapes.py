@@ -1,9 +1,9 @@
 """Describe a model by the numbers that decide its memory and its time.
 
 A transformer's layer is attention and a feed-forward network, each with a norm before it. With d the model's
-width, f the feed-forward width, q and k the widths of all query heads and of all key heads, v the vocabulary:
+width, f the feed-forward width, k the width of all key heads, v the vocabulary:
 
-    attention        q d + 2 k d + d q             queries, keys and values, output
+    attention        d d + 2 k d + d d             queries, keys and values, output
     feed-forward     2 f d, gated 3 f d            one for each expert
     embeddings       v d, and v d for an untied head
 
@@ -12,7 +12,7 @@ Biases, norms, routers and learned positions are left out: in all but the smalle
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lab.launch.errors import WorkbookError
 from lab.models.model import SIZES, GPTConfig, MLPConfig
@@ -53,33 +53,29 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         """Return the width of all key heads together, which is that of all value heads."""
-        return self.query_width // self.num_heads * self.kv_heads
+        return self.width // self.num_heads * self.kv_heads
 
     @property
-    def inner_width(self) -> int:
-        """Return the width of the feed-forward network."""
-        return self.feed_forward_width or 4 * self.width
-
-    @property
-    def _matrices(self) -> int:
-        """Return the number of matrices of a feed-forward network."""
-        return 3 if self.gated else 2
+    def hidden_numbers(self) -> int:
+        """Return how many numbers of a token a feed-forward network computes before its output: those before
+        and after the activation, and the gate. It has as many columns of weights."""
+        return (3 if self.gated else 2) * (self.feed_forward_width or 4 * self.width)
 
     @property
     def matrices(self) -> int:
         """Return the number of matrices of a dense layer."""
-        return 4 + self._matrices
+        return 7 if self.gated else 6
 
     @property
     def expert_parameters(self) -> int:
         """Return the parameters of all experts of a layer. The feed-forward of a dense model is no expert."""
-        return self.experts * self._matrices * self.width * self.inner_width if self.experts > 1 else 0
+        return self.experts * self.width * self.hidden_numbers if self.experts > 1 else 0
 
     @property
     def dense_parameters(self) -> int:
         """Return the parameters of a layer without its experts."""
-        feed_forward = self._matrices * self.inner_width if self.experts == 1 else 0
-        return self.width * (2 * self.query_width + 2 * self.kv_width + feed_forward)
+        feed_forward = self.hidden_numbers if self.experts == 1 else 0
+        return self.width * (2 * self.width + 2 * self.kv_width + feed_forward)
 
     @property
     def first_parameters(self) -> int:
@@ -101,9 +97,8 @@ class ModelShape:
         that tensor ranks divide, and the others."""
         # The inputs of both norms, their outputs, and the masks of both residual branches.
         replicated = 4 * self.width * c + 2 * self.width * self.dropout
-        divided = (2 * self.query_width + 2 * self.kv_width) * c  # queries, keys, values; attention's output
-        # A feed-forward keeps what goes into and comes out of its activation; a gated one also the gate.
-        divided += self.active_experts * self._matrices * self.inner_width * c
+        divided = (2 * self.width + 2 * self.kv_width) * c  # queries, keys, values; attention's output
+        divided += self.active_experts * self.hidden_numbers * c
         if self.experts > 1:  # what goes to each expert, what comes back, and that times its weight
             replicated += 3 * self.active_experts * self.width * c
         if not self.fused_attention:
@@ -114,7 +109,7 @@ class ModelShape:
         """Return the bytes that a layer's forward reads and writes for a token outside of matrix products."""
         # Two norms read and write; two residual branches read two numbers and write one, and a mask.
         replicated = (4 + 6) * self.width * c + 2 * self.width * self.dropout
-        divided = self.active_experts * self._matrices * self.inner_width * c
+        divided = self.active_experts * self.hidden_numbers * c
         if not self.fused_attention:
             # Scores: written by one product; read and written by softmax and by dropout; read by the other.
             divided += self.num_heads * self.sequence_length * ((6 if self.dropout else 4) * c + self.dropout)
@@ -179,24 +174,20 @@ def active_weights(shape: AnyShape) -> float:
 
 
 def flops_per_token(shape: AnyShape, causal: bool = False) -> float:
-    """Return the floating-point operations of a token in one step: a forward, and a backward twice it.
-
-    6 for each active weight, and 12 s q for the attention of each layer to a sequence of s tokens, as in
-    Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B. `causal` leaves out the half of the
-    attention that the mask removes.
-    """
+    """Return the operations of a token in a step, as `GPTConfig.flops_per_token` counts them. `causal` leaves
+    out the half of the attention that the mask removes."""
     weights = shape.num_layers * active_weights(shape) + sum(shape.end_weights)
-    attention = 12.0 * shape.num_layers * shape.query_width * shape.sequence_length
-    return 6.0 * weights + (attention / 2 if causal else attention)
+    attention = 12 * shape.num_layers * shape.query_width * shape.sequence_length
+    return 6 * weights + (attention / 2 if causal else attention)
 
 
 def _llama(layers: int, width: int, heads: int, inner: int) -> ModelShape:
-    """Return a Llama 3: The Llama 3 Herd of Models, 2024, arXiv:2407.21783, table 3."""
     return ModelShape(layers, width, heads, 128_256, 8192, 8, inner, gated=True, tied=False)
 
 
 SHAPES = {
     "gpt-3-175b": ModelShape(96, 12_288, 96, 51_200, 2048),  # Brown et al. 2020, table 2.1
+    # The Llama 3 Herd of Models, 2024, arXiv:2407.21783, table 3.
     "llama-3-8b": _llama(32, 4096, 32, 14_336),
     "llama-3-70b": _llama(80, 8192, 64, 28_672),
     "llama-3-405b": _llama(126, 16_384, 128, 53_248),
@@ -205,14 +196,12 @@ SHAPES = {
 }
 
 
-def shape_of(model: str, **changes: Any) -> AnyShape:
-    """Return the shape of a model of SHAPES or of this workbook, with changes, or raise WorkbookError."""
-    if model in SHAPES:
-        return replace(SHAPES[model], **changes)
-    if model == "mlp":
-        return replace(MLPShape(), **changes)
-    if model in SIZES:
-        return replace(shape_of_config(SIZES[model]), **changes)
+def shape_of(model: str) -> AnyShape:
+    """Return the shape of a model of SHAPES or of this workbook, or raise WorkbookError."""
+    if known := SHAPES.get(model):
+        return known
+    if config := (SIZES | {"mlp": MLPConfig()}).get(model):
+        return shape_of_config(config)
     raise WorkbookError(
         f"There is no model {model!r}: choose one of {', '.join([*SHAPES, *SIZES, 'mlp'])}, or add its sizes "
         "to SHAPES in hybrid_parallel/planner/shapes.py."
@@ -223,15 +212,6 @@ def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_expe
     """Return the shape of a model of this workbook."""
     if isinstance(config, MLPConfig):
         return MLPShape(**vars(config))
-    return ModelShape(
-        config.num_layers,
-        config.width,
-        config.num_heads,
-        config.vocab_size,
-        config.block_size,
-        config.kv_heads,
-        tied=config.tied,
-        dropout=config.dropout > 0,
-        experts=experts,
-        active_experts=active_experts,
-    )
+    sizes = config.num_layers, config.width, config.num_heads, config.vocab_size, config.block_size
+    kind = {"experts": experts, "active_experts": active_experts, "num_kv_heads": config.kv_heads}
+    return ModelShape(*sizes, tied=config.tied, dropout=config.dropout > 0, **kind)

@@ -3,23 +3,20 @@
     a layer        matrix products and attention: operations / rate; norms, activation functions, residuals
                    and masks: bytes / bandwidth; as long for a forward as for the gradients of inputs and for
                    those of weights; recomputation adds a forward
-    tensor axis    2 all-reduces in the forward and 2 in the backward of a layer, with experts 1 for attention
-                   and 1 for each expert of a token; or as many gathers and scatters with sequence parallelism
+    tensor axis    all-reduces, or with sequence parallelism as many gathers and scatters
     context axis   ring: messages of keys and values, each behind the attention to one block of keys, and of
                    their gradients, the last of which is not hidden; all-to-all: 4 of them, not hidden
     experts        a token and its result travel to k experts and back, in both passes; nothing is hidden
     pipeline       microbatches * slowest rank, and the idle time of the schedule by its formula; messages
-                   of the first microbatch on its way and of the last one on its way back, see `_messages`
+                   of the first microbatch on its way and of the last one on its way back
     data axis      gradients and what ZeRO gathers, a layer at a time; without a pipeline one microbatch hides
                    them, except for one layer's and for the parameters that ZeRO 1 and 2 gather after the step
     - compress     fewer bytes, and the time to compress, which is not hidden
     - sync_every   parameters once in so many steps, and nothing hides them
     optimizer      bytes / bandwidth
-    overhead       the share of a step that is in none of these, one number for all GPUs (machine.py)
 
 A rank does these parts one after the other, so their seconds are added. A collective takes the time of a ring
-in comm/cost.py: alpha for each message and beta for each byte. The lessons' formulas count the bytes; those
-to experts assume that all are chosen equally often.
+in comm/cost.py: alpha for each message and beta for each byte. All experts are taken to be chosen equally.
 
 Ranks that share cores compute at the same time, each with its share of a core. They need it for the copies of
 the data axis's collectives, too, which nothing hides. Only in a pipeline does one rank compute while another
@@ -122,12 +119,11 @@ class TimeModel:
             step = both if m > 1 else max(alone, compute)  # one alone has nothing to share its core with
             left = (step - compute) / sum(idle.values())
             idle = {cause: seconds * left for cause, seconds in idle.items()}
-        totals = [(each["compute"], sum(each.values())) for each in passes]
-        forward, *backward = (layers * (own / share + total - own) for own, total in totals)
+        hiding = [layers * (sum(each.values()) + each["compute"] * (1 / share - 1)) for each in passes]
         parts = {
             "compute": compute,
             **idle,
-            "data": self._data(sizes, slowest, forward, sum(backward)),
+            "data": self._data(sizes, slowest, hiding[0], sum(hiding[1:])),
             "optimizer": self._optimizer(sizes, slowest),
         }
         overhead = self.machine.overhead
@@ -144,24 +140,29 @@ class TimeModel:
         added = 3 * self._reading(sizes) * (sizes.microbatches > 1)  # to earlier microbatches' gradients
         return forward, backward, dict.fromkeys(forward, 0.0) | {"compute": compute + added}
 
-    def _numbers(self, sizes: ParallelSizes) -> tuple[float, int]:
-        """Return the tokens of a rank in a microbatch, and the bytes of a number that it computes."""
-        return tokens_of(self.shape, sizes, self.batch), ITEMSIZE[sizes.precision]
+    def _tokens(self, sizes: ParallelSizes) -> float:
+        return tokens_of(self.shape, sizes, self.batch)  # of a microbatch on a rank
+
+    def _stream(self, sizes: ParallelSizes) -> float:
+        """Return the bytes of a microbatch's activations between two layers."""
+        return self._tokens(sizes) * self.shape.width * ITEMSIZE[sizes.precision]
+
+    def _rate(self, sizes: ParallelSizes) -> float:
+        """Return the operations per second of matrix products."""
+        return self.machine.peak_flops[sizes.precision] * self.machine.matmul_share
 
     def _compute(self, sizes: ParallelSizes) -> float:
         """Return the seconds of a layer's forward without communication. Its backward takes twice that."""
-        (tokens, c), machine = self._numbers(sizes), self.machine
-        rate = machine.peak_flops[sizes.precision] * machine.matmul_share
-        matmuls = 2 * active_weights(self.shape) / sizes.tensor / rate
-        moved = on_a_rank(self.shape.moved_bytes(c), sizes) / machine.bandwidth
-        return self._reading(sizes) + tokens * (matmuls + moved) + self._attention(sizes)
+        matmuls = 2 * active_weights(self.shape) / sizes.tensor / self._rate(sizes)
+        moved = on_a_rank(self.shape.moved_bytes(ITEMSIZE[sizes.precision]), sizes) / self.machine.bandwidth
+        return self._reading(sizes) + self._tokens(sizes) * (matmuls + moved) + self._attention(sizes)
 
     def _attention(self, sizes: ParallelSizes) -> float:
         """Return the seconds of the scores and the sums of a layer's attention in the forward."""
-        shape, (tokens, _), machine = self.shape, self._numbers(sizes), self.machine
-        rate = machine.peak_flops[sizes.precision] * machine.attention_share
-        operations = 4 * shape.sequence_length * shape.query_width * (0.5 if shape.fused_attention else 1)
-        return tokens * operations / sizes.tensor / rate
+        rate = self.machine.peak_flops[sizes.precision] * self.machine.attention_share
+        operations = 4 * self.shape.sequence_length * self.shape.query_width
+        skipped = 0.5 if self.shape.fused_attention else 1
+        return self._tokens(sizes) * operations * skipped / sizes.tensor / rate
 
     def _reading(self, sizes: ParallelSizes) -> float:
         """Return the seconds in which a core reads a layer's parameters; a GPU reads while it multiplies."""
@@ -172,25 +173,25 @@ class TimeModel:
 
     def _tensor(self, sizes: ParallelSizes) -> float:
         """Return the seconds of the tensor axis in a layer's forward, and as many in its backward."""
-        (tokens, c), t = self._numbers(sizes), sizes.tensor
         ops = ("all_gather", "reduce_scatter") if sizes.sequence_parallel else ("all_reduce",)
-        stream, link = tokens * self.shape.width * c, self.machine.ring_link(t, 1)
-        return self.shape.reductions * sum(collective(op, stream, t, link) for op in ops)
+        t, link = sizes.tensor, self.machine.ring_link(sizes.tensor, 1)
+        return self.shape.reductions * sum(collective(op, self._stream(sizes), t, link) for op in ops)
 
     def _context(self, sizes: ParallelSizes) -> tuple[float, float]:
         """Return the seconds of the context axis in a layer's forward and backward that are not hidden."""
-        shape, machine, n, t = self.shape, self.machine, sizes.context, sizes.tensor
+        n, link = sizes.context, self.machine.link(sizes.context, sizes.tensor)
         if n == 1:
             return 0.0, 0.0
-        tokens, c = self._numbers(sizes)
-        link = machine.link(n, t)
-        queries, keys = tokens * shape.query_width / t, tokens * 2 * shape.kv_width / t  # keys and values
+        of_number = (
+            self._tokens(sizes) / sizes.tensor * ITEMSIZE[sizes.precision]
+        )  # bytes, for each of a token
+        queries, keys = of_number * self.shape.query_width, of_number * 2 * self.shape.kv_width  # and values
         if sizes.attention == "all_to_all":
-            numbers = queries + keys, queries  # there, and back
-            seconds = sum(collective("all_to_all", each * c, n, link, "pairwise") for each in numbers)
+            there, back = queries + keys, queries
+            seconds = sum(collective("all_to_all", each, n, link, "pairwise") for each in (there, back))
             return seconds, seconds
-        attention = self._attention(sizes) / machine.share
-        forward, backward = ring_passes([attention / n] * n, link.alpha + keys * c * link.beta)
+        attention = self._attention(sizes) / self.machine.share
+        forward, backward = ring_passes([attention / n] * n, link.alpha + keys * link.beta)
         return max(0.0, forward - attention), max(0.0, backward - 2 * attention)
 
     def _experts(self, sizes: ParallelSizes) -> float:
@@ -199,18 +200,16 @@ class TimeModel:
         Two all-to-alls send k copies of the tokens and their results. The ranks of the tensor axis all send
         the same tokens; with sequence parallelism, in other programs, each sends its own.
         """
-        (tokens, c), e = self._numbers(sizes), sizes.expert_ranks
-        sent = tokens / (sizes.tensor if sizes.sequence_parallel else 1) * self.shape.active_experts
-        link = self.machine.link(e, sizes.tensor)
-        return 2 * collective("all_to_all", sent * self.shape.width * c, e, link, "pairwise")
+        e, link = sizes.expert_ranks, self.machine.link(sizes.expert_ranks, sizes.tensor)
+        sent = on_a_rank((0.0, self._stream(sizes)), sizes) * self.shape.active_experts
+        return 2 * collective("all_to_all", sent, e, link, "pairwise")
 
     def _ends(self, sizes: ParallelSizes) -> tuple[float, float]:
         """Return the forward's seconds before the layers, and after them for the head and the loss."""
-        (tokens, c), machine = self._numbers(sizes), self.machine
-        rate = machine.peak_flops[sizes.precision] * machine.matmul_share
-        first, last = (2 * weights / rate for weights in self.shape.end_weights)
-        last += self.shape.vocab_size * (2 * c + 4) / machine.bandwidth
-        return tokens / sizes.tensor * first, tokens / sizes.tensor * last
+        first, last = (2 * weights / self._rate(sizes) for weights in self.shape.end_weights)
+        last += self.shape.vocab_size * (2 * ITEMSIZE[sizes.precision] + 4) / self.machine.bandwidth
+        tokens = self._tokens(sizes) / sizes.tensor
+        return tokens * first, tokens * last
 
     def _bubble(self, sizes: ParallelSizes, passes: tuple[Pass, ...], ends: tuple[float, float]) -> float:
         """Return the idle seconds of the ranks of a pipeline, as if all were as fast as their mean."""
@@ -232,8 +231,8 @@ class TimeModel:
         p, m, t = sizes.pipeline, sizes.microbatches, sizes.tensor
         if p == 1:
             return 0.0
-        (tokens, c), link = self._numbers(sizes), self.machine.link(2, sizes.replicas * t)
-        once = 2 * (sizes.num_stages - 1) * (link.alpha + tokens * self.shape.width * c / t * link.beta)
+        link = self.machine.link(2, sizes.replicas * t)
+        once = 2 * (sizes.num_stages - 1) * (link.alpha + self._stream(sizes) / t * link.beta)
         waits = sizes.schedule in ("naive", "1f1b")
         return once * m / theory.held(sizes.schedule, p, m, sizes.chunks, 0) if waits else once
 
@@ -286,6 +285,6 @@ class TimeModel:
 
     def _optimizer(self, sizes: ParallelSizes, rank: int) -> float:
         """Return the seconds in which a rank changes the parameters whose optimizer state it has."""
-        numbers = parameters_of(self.shape, sizes, rank)
         owners = sizes.replicas if sizes.zero else 1
-        return numbers / owners * ADAM_BYTES / self.machine.bandwidth / self.machine.share
+        moved = parameters_of(self.shape, sizes, rank) / owners * ADAM_BYTES
+        return moved / self.machine.bandwidth / self.machine.share
