@@ -12,6 +12,9 @@ These plans are measured: of each way to divide the ranks and to run the divisio
 parallelism, recomputation) the one whose number of microbatches is predicted to be the best, and of these the
 fastest, and the first of each division. What is left out is predicted to be slower.
 
+The last rows, which --quick has too, say how many bytes a core moves in the time in which it compresses a
+number. The predictions are COMPRESSING_BYTES of hybrid_parallel/planner/step_time.py.
+
 The benchmark ends with the medians of the absolute errors, and with the time of the planner's choice over
 that of the fastest plan that was measured.
 """
@@ -30,8 +33,10 @@ from comm.wire import slow_link
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh
 from hybrid_parallel.planner.auto import measured_machine
+from hybrid_parallel.planner.machine import measure_rates, usual
 from hybrid_parallel.planner.search import Plan, best_by_division, plans
 from hybrid_parallel.planner.shapes import shape_of_config
+from hybrid_parallel.planner.step_time import COMPRESSING_BYTES
 from hybrid_parallel.planner.table import describe
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
@@ -39,6 +44,7 @@ from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from lab.ranks import run_ranks
 from lab.trace import meter
 from lab.trace.memory import resident_bytes
+from low_communication.compressors import COMPRESSORS, Compressor
 
 RANKS, LINK = 4, "1gbit"
 Config = GPTConfig | MLPConfig
@@ -135,6 +141,25 @@ def measure(model: str, quick: bool) -> tuple[Rows, dict[str, Any]]:
     return rows, {"model": model, "feasible_plans": len(fit)} | summary(rows)
 
 
+def compressing_bytes(cluster: Cluster) -> dict[str, float]:
+    """Return, by compressor, the bytes that a core moves in the time in which it compresses a number.
+
+    A bucket of 1 MiB is one matrix. Nothing is sent, and what the compressor leaves out is kept.
+    """
+    _, _, bandwidth = measure_rates()
+    flat, found = torch.randn(512, 512).flatten(), {}
+    for name in COMPRESSING_BYTES:
+        compressor, remaining = COMPRESSORS[name]([(512, 512)]), torch.zeros_like(flat)
+
+        def compress(compressor: Compressor = compressor, remaining: torch.Tensor = remaining) -> None:
+            bucket = flat + remaining
+            gradient = bucket.clone()
+            remaining.copy_(gradient.sub_(compressor.mean(bucket)))
+
+        found[name] = usual(compress) * bandwidth / flat.numel()
+    return found
+
+
 def summary(rows: Rows) -> dict[str, Any]:
     """Return the medians of the absolute errors, and the choice's time over that of the fastest plan."""
     times, memory = rows[::2], rows[1::2]
@@ -155,6 +180,8 @@ def summary(rows: Rows) -> dict[str, Any]:
 def main(args: side_by_side.Args) -> None:
     results = [measure(model, args.quick) for model in list(MODELS)[: 1 if args.quick else None]]
     rows, said = [one for some, _ in results for one in some], [one for _, one in results]
+    for name, measured in run_ranks(compressing_bytes, 1, timeout=120)[0].items():
+        rows.append(row(f"compress {name}", "prediction", measured, COMPRESSING_BYTES[name], 1, unit="bytes"))
     side_by_side.show("planner", rows, args, f"{LINK}: measured, predicted", summary=said)
     for one in said if not args.json else ():
         errors = [f"{one[f'median_{what}_error']:.1%} of the {what}" for what in ("seconds", "memory")]

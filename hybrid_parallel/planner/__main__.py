@@ -49,27 +49,26 @@ def main(args: Args) -> None:
     shape = shape_of(args.model)
     if args.sequence_length is not None:
         shape = replace(shape, sequence_length=args.sequence_length)
-    link, is_here = slow_link.parse(args.link) if args.link else None, args.device == "this"
-    if is_here:
-        machine = this_machine(args.devices, link or Link(0.0, 0.0))
+    link = slow_link.parse(args.link) if args.link else None
+    if args.device == "this":
+        machine, precision = this_machine(args.devices, link or Link(0.0, 0.0)), "float32"
         where = f"ranks that share {machine.cores} core{'s' * (machine.cores != 1)} of this machine"
     else:
-        machine = replace(MACHINES[args.device], outer=link or MACHINES[args.device].outer)
+        machine, precision = MACHINES[args.device], "bf16"
+        machine = replace(machine, outer=link or machine.outer)
         where = f"devices ({args.device})"
-    batch = args.batch
-    if batch is None:
-        batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
+    usual_batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
+    batch = usual_batch if args.batch is None else args.batch
     given = {} if args.context is None else {"context": args.context}
-    found = plans(shape, machine, args.devices, batch, "float32" if is_here else "bf16", given)
-    best = choose(found)
+    found = plans(shape, machine, args.devices, batch, precision, given)
+    best, model = choose(found), TimeModel(shape, machine, batch)
     number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
-    width = None if sys.stdout.isatty() else 160
-    console = Console(width=width)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
         f"{args.model}: {f'{number / 1e9:.3g} billion' if number >= 1e9 else f'{number / 1e6:.3g} million'} "
         f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} {where}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
-        table_of(best_by_division(found)[:ROWS], TimeModel(shape, machine, batch)),
+        table_of(best_by_division(found)[:ROWS], model),
         f"Choice: {best.sizes}; {describe(best.sizes)}.",
         sep="\n",
     )
@@ -77,7 +76,7 @@ def main(args: Args) -> None:
         print(
             "\nWith less along the data axis (lesson 8), each way in its best plan, compared with the choice:"
         )
-        console.print(table_of(less, TimeModel(shape, machine, batch)))
+        console.print(table_of(less, model))
 
 
 if __name__ == "__main__":

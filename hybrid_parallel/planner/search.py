@@ -59,13 +59,9 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step; infinity for a plan that does not fit."""
-        return float("inf") if self.seconds is None else self.seconds.total
-
-    @property
-    def compared_seconds(self) -> float:
-        """Return the seconds of a step as plans are compared: with four digits, because more mean nothing."""
-        return float(f"{self.step_seconds:.4g}")
+        """Return the seconds of a step with four digits, because more mean nothing; infinity if it does not
+        fit."""
+        return float("inf") if self.seconds is None else float(f"{self.seconds.total:.4g}")
 
 
 def plans(
@@ -98,9 +94,7 @@ def plans(
         )
     # Of equally fast plans the one with larger microbatches comes first, because small kernels are slower
     # than the formulas say, and then the one with less memory. Plans that do not fit are in order of memory.
-    found.sort(
-        key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes)
-    )
+    found.sort(key=lambda p: (p.step_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes))
     return [replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
 
 
@@ -111,17 +105,15 @@ def sending_less(
 
     The ways that no plan has are left out.
     """
-    found, devices = [], best.sizes.world_size
+    found = []
     for way in LESS:
+        fixed = {"zero": 0} | dict(given or {}) | way
         with contextlib.suppress(WorkbookError):
-            fixed = {"zero": 0} | dict(given or {}) | way
-            plan = plans(shape, machine, devices, batch, best.sizes.precision, fixed)[0]
+            plan = plans(shape, machine, best.sizes.world_size, batch, best.sizes.precision, fixed)[0]
             if plan.seconds is not None:
-                change = plan.compared_seconds / best.compared_seconds - 1
-                words = (
-                    f"a step is {abs(change):.1%} {'shorter' if change < 0 else 'longer'}, and learns less"
-                )
-                plan = replace(plan, reason=words)
+                change = plan.step_seconds / best.step_seconds - 1
+                length = f"{abs(change):.1%} {'shorter' if change < 0 else 'longer'}"
+                plan = replace(plan, reason=f"a step is {length}, and learns less")
             found.append(plan)
     return sorted(found, key=lambda plan: (plan.step_seconds, plan.memory_bytes))
 
@@ -148,7 +140,7 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
     if plan is best:
         return "the fastest that fits"
     assert best.seconds is not None
-    slower = plan.compared_seconds / best.compared_seconds - 1
+    slower = plan.step_seconds / best.step_seconds - 1
     if slower == 0:
         return "as fast, with smaller microbatches or no less memory"
     more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
@@ -168,44 +160,37 @@ def candidates(
     shape: AnyShape, machine: Machine, devices: int, batch: int, given: Mapping[str, Any]
 ) -> Iterator[ParallelSizes]:
     """Yield every division of `devices` that makes sense and agrees with `given`, in every way to run it."""
-    length = shape.sequence_length
+    length, layers = shape.sequence_length, shape.num_layers
     most_context = length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
-    most = {"pipeline": shape.num_layers, "tensor": machine.devices_per_node, "context": most_context}
-    for numbers in product(*(_kept(given, axis, _divisors(devices, most[axis])) for axis in most)):
-        if devices % math.prod(numbers):
+    most = {"pipeline": layers, "tensor": machine.devices_per_node, "context": most_context}
+    for axes in _combinations({axis: _divisors(devices, most[axis]) for axis in most}, given):
+        if devices % math.prod(axes.values()):
             continue
-        data = given.get("data", devices // math.prod(numbers))
-        for microbatches in _kept(given, "microbatches", _divisors(batch // data, batch)):
-            axes = dict(zip(most, numbers, strict=True)) | {"data": data, "microbatches": microbatches}
-            for sizes in _ways(shape, ParallelSizes(**dict(given) | axes), given):
+        pipeline, data = axes["pipeline"], given.get("data", devices // math.prod(axes.values()))
+        replicas = data * axes["context"]
+        chunks = sorted({c for c in (2, 4, layers // pipeline) if 2 <= c <= layers // pipeline})
+        ways: dict[str, list[Any]] = {
+            "microbatches": _divisors(batch // data, batch),
+            "schedule": ["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"] if pipeline > 1 else ["1f1b"],
+            "chunks": chunks if pipeline > 1 and chunks else [2],
+            "zero": [0] if replicas == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3],
+            "attention": ["ring", "all_to_all"] if axes["context"] > 1 else ["ring"],
+            "expert_ranks": _divisors(math.gcd(shape.experts, replicas), shape.experts),
+            "sequence_parallel": [False, True] if axes["tensor"] > 1 else [False],
+            "recompute": [False, True],
+        }
+        for way in _combinations(ways, given):
+            if way["schedule"] == "interleaved" or way["chunks"] == given.get("chunks", 2):
+                sizes = ParallelSizes(**dict(given) | axes | {"data": data} | way)
                 with contextlib.suppress(WorkbookError):
                     refuse_sizes(sizes, shape, batch, devices, shape.experts)
                     yield sizes
 
 
-def _ways(shape: AnyShape, division: ParallelSizes, given: Mapping[str, Any]) -> Iterator[ParallelSizes]:
-    """Yield every way to run a division: schedule, ZeRO, attention, experts, recomputation and so on."""
-    pipeline, schedules = division.pipeline, [(division.schedule, division.chunks)]
-    if pipeline > 1:
-        most = shape.num_layers // pipeline
-        names = _kept(given, "schedule", ["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v"])
-        chunks = _kept(given, "chunks", sorted({c for c in (2, 4, most) if 2 <= c <= most}))
-        schedules = [(n, c) for n in names for c in (chunks if n == "interleaved" else [division.chunks])]
-    options: dict[str, list[Any]] = {
-        "zero": [0] if division.replicas == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3],
-        "attention": [division.attention] if division.context == 1 else ["ring", "all_to_all"],
-        "expert_ranks": _divisors(math.gcd(shape.experts, division.replicas), shape.experts),
-        "sequence_parallel": [False, True] if division.tensor > 1 else [False],
-        "recompute": [False, True],
-    }
-    kept = [_kept(given, name, otherwise) for name, otherwise in options.items()]
-    for (schedule, number), values in product(schedules, product(*kept)):
-        changes = dict(zip(options, values, strict=True))
-        yield replace(division, schedule=schedule, chunks=number, **changes)
-
-
-def _kept(given: Mapping[str, Any], name: str, otherwise: list[Any]) -> list[Any]:
-    return [given[name]] if name in given else otherwise
+def _combinations(options: dict[str, list[Any]], given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield every choice of one value for each option; what is given has one value."""
+    values = [[given[name]] if name in given else options[name] for name in options]
+    return (dict(zip(options, chosen, strict=True)) for chosen in product(*values))
 
 
 def _divisors(number: int, most: int) -> list[int]:

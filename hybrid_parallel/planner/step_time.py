@@ -50,7 +50,7 @@ from pipeline_parallel.schedules import V_SHAPED
 
 SHARING = 4  # the power above: within 15% of a simulation of the cores' sharing, half within 2.5%
 COPIED_BYTES = 4  # a core reads and writes for each byte that a collective sends, as measured here
-# A core reads and writes for each number that it compresses, with error feedback, as measured here.
+# A core takes as long to compress a number, with error feedback, as to move these bytes (benchmarks/planner.py).
 COMPRESSING_BYTES = {"bf16": 20, "int8": 100, "topk": 110, "powersgd": 80}
 ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 

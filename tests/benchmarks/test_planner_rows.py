@@ -6,6 +6,7 @@ from benchmarks import planner
 from hybrid_parallel.planner.machine import MACHINES
 from hybrid_parallel.planner.search import best_by_division, plans
 from hybrid_parallel.planner.shapes import shape_of
+from lab.ranks import run_ranks
 
 FOUND = plans(shape_of("13m"), MACHINES["h100"], 4, 8, "float32")
 
@@ -27,3 +28,8 @@ def test_errors_are_medians_and_the_choice_is_compared_with_the_fastest_measured
     assert said["median_memory_error"] == pytest.approx(0.25, rel=1e-3)
     fastest = min(row["ours"] for row in rows[::2])
     assert said["choice_over_best"] == pytest.approx(rows[0]["ours"] / fastest) != 1
+
+
+def test_the_bytes_of_compressing_a_number_are_measured_for_each_compressor_of_the_planner():
+    [found] = run_ranks(planner.compressing_bytes, 1)
+    assert found.keys() == planner.COMPRESSING_BYTES.keys() and min(found.values()) > 0
