@@ -132,11 +132,10 @@ def _of_context(sizes: ParallelSizes, config: GPTConfig) -> Iterator[str]:
         return
     parts = sizes.context * (2 if sizes.attention == "ring" else 1)
     unit = math.lcm(parts, sizes.context * (sizes.tensor if sizes.sequence_parallel else 1))
-    length = config.block_size if isinstance(config, GPTConfig) else config.sequence_length
-    if length % unit:
+    if config.block_size % unit:
         yield (
-            f"context is {sizes.context}, and sequences have {length} tokens; their number must be a "
-            f"multiple of {unit}, so that all ranks have equally many."
+            f"context is {sizes.context}, and sequences have {config.block_size} tokens; their number must "
+            f"be a multiple of {unit}, so that all ranks have equally many."
         )
     heads = config.kv_heads // sizes.tensor
     if sizes.attention == "all_to_all" and heads % sizes.context:

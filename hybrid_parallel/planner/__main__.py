@@ -11,9 +11,10 @@ from comm.cost import Link
 from comm.wire import slow_link
 from hybrid_parallel.planner.machine import MACHINES, this_machine
 from hybrid_parallel.planner.search import best_by_division, choose, plans, sending_less
-from hybrid_parallel.planner.shapes import num_parameters, shape_of
+from hybrid_parallel.planner.shapes import MLPShape, num_parameters, shape_of
 from hybrid_parallel.planner.step_time import TimeModel
 from hybrid_parallel.planner.table import describe, table_of
+from hybrid_parallel.sizes import Precision
 from lab.launch.errors import WorkbookError
 
 ROWS = 20  # of the table
@@ -44,29 +45,31 @@ class Args:
 
 def main(args: Args) -> None:
     """Print the table of plans and the choice."""
-    if args.sequence_length is not None and args.sequence_length < 1:
-        raise WorkbookError(f"The number of tokens is {args.sequence_length}; it must be at least 1.")
     shape = shape_of(args.model)
     if args.sequence_length is not None:
-        shape = replace(shape, sequence_length=args.sequence_length)
+        if isinstance(shape, MLPShape):
+            raise WorkbookError("An mlp has no sequences; leave --sequence-length out.")
+        if args.sequence_length < 1:
+            raise WorkbookError(f"The number of tokens is {args.sequence_length}; it must be at least 1.")
+        shape = replace(shape, block_size=args.sequence_length)
     link = slow_link.parse(args.link) if args.link else None
     if args.device == "this":
-        machine, precision = this_machine(args.devices, link or Link(0.0, 0.0)), "float32"
+        machine = this_machine(args.devices, link or Link(0.0, 0.0))
         where = f"ranks that share {machine.cores} core{'s' * (machine.cores != 1)} of this machine"
     else:
-        machine, precision = MACHINES[args.device], "bf16"
-        machine = replace(machine, outer=link or machine.outer)
+        machine = replace(MACHINES[args.device], outer=link or MACHINES[args.device].outer)
         where = f"devices ({args.device})"
-    usual_batch = max(1, min(64 * args.devices, (16 << 20) // shape.sequence_length))
+    usual_batch = max(1, min(64 * args.devices, (16 << 20) // shape.block_size))
     batch = usual_batch if args.batch is None else args.batch
     given = {} if args.context is None else {"context": args.context}
+    precision: Precision = "float32" if args.device == "this" else "bf16"
     found = plans(shape, machine, args.devices, batch, precision, given)
     best, model = choose(found), TimeModel(shape, machine, batch)
     number, fit = num_parameters(shape), sum(plan.seconds is not None for plan in found)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(
         f"{args.model}: {f'{number / 1e9:.3g} billion' if number >= 1e9 else f'{number / 1e6:.3g} million'} "
-        f"parameters, {batch} examples of {shape.sequence_length} tokens in a step, {args.devices} {where}.",
+        f"parameters, {batch} examples of {shape.block_size} tokens in a step, {args.devices} {where}.",
         f"{len(found)} plans, of which {fit} fit. Each row is the best plan of one division of the devices:",
         table_of(best_by_division(found)[:ROWS], model),
         f"Choice: {best.sizes}; {describe(best.sizes)}.",

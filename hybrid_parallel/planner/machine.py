@@ -84,8 +84,7 @@ def _node(
 ) -> Machine:
     """Return nodes of 8 devices, with the rates of each device's links in bytes/s in one direction."""
     inner, outer = Link(5e-6, 1 / (0.8 * nvlink)), Link(10e-6, 1 / (0.8 * network))
-    shares = {"attention_share": 0.41, "bandwidth": 0.85 * bandwidth, "overhead": 0.07}
-    return Machine(memory, flops, matmul, **shares, devices_per_node=8, inner=inner, outer=outer)
+    return Machine(memory, flops, matmul, 0.41, 0.85 * bandwidth, 0.07, 8, inner, outer)
 
 
 # NVLink: 600 and 900 GB/s in both directions together. Network: a card of 200 or 400 Gbit/s for each device.

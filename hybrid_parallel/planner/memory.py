@@ -106,7 +106,7 @@ def state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]:
 
 def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float:
     """Return the number of tokens of a microbatch on one rank."""
-    return batch / (sizes.data * sizes.microbatches) * shape.sequence_length / sizes.context
+    return batch / (sizes.data * sizes.microbatches) * shape.block_size / sizes.context
 
 
 @cache

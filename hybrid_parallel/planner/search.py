@@ -160,7 +160,7 @@ def candidates(
     shape: AnyShape, machine: Machine, devices: int, batch: int, given: Mapping[str, Any]
 ) -> Iterator[ParallelSizes]:
     """Yield every division of `devices` that makes sense and agrees with `given`, in every way to run it."""
-    length, layers = shape.sequence_length, shape.num_layers
+    length, layers = shape.block_size, shape.num_layers
     most_context = length // LEAST_TOKENS if length >= 2 * LEAST_TOKENS else min(length, 8)
     most = {"pipeline": layers, "tensor": machine.devices_per_node, "context": most_context}
     for axes in _combinations({axis: _divisors(devices, most[axis]) for axis in most}, given):

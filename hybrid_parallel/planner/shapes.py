@@ -19,31 +19,19 @@ from lab.models.model import SIZES, GPTConfig, MLPConfig
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Holds the sizes of a decoder-only transformer.
+class ModelShape(GPTConfig):
+    """Holds the sizes of a decoder-only transformer: those of a GPT of this workbook, and the following.
 
     `active_experts` of the `experts` process a token; one expert means a dense model. `fused_attention`
     says whether attention is one kernel that keeps no scores (FlashAttention, Dao et al. 2022,
     arXiv:2205.14135) and skips the half that a causal mask removes.
     """
 
-    num_layers: int
-    width: int
-    num_heads: int
-    vocab_size: int
-    sequence_length: int
-    num_kv_heads: int | None = None  # None: one for each query head
     feed_forward_width: int | None = None  # None: four times the width
     gated: bool = False
-    tied: bool = True
-    dropout: bool = False
     experts: int = 1
     active_experts: int = 1
     fused_attention: bool = True
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
 
     @property
     def query_width(self) -> int:
@@ -96,23 +84,23 @@ class ModelShape:
         """Return the bytes that a layer keeps of a token for its backward, with numbers of c bytes: those
         that tensor ranks divide, and the others."""
         # The inputs of both norms, their outputs, and the masks of both residual branches.
-        replicated = 4 * self.width * c + 2 * self.width * self.dropout
+        replicated = 4 * self.width * c + 2 * self.width * (self.dropout > 0)
         divided = (2 * self.width + 2 * self.kv_width) * c  # queries, keys, values; attention's output
         divided += self.active_experts * self.hidden_numbers * c
         if self.experts > 1:  # what goes to each expert, what comes back, and that times its weight
             replicated += 3 * self.active_experts * self.width * c
         if not self.fused_attention:
-            divided += self.num_heads * self.sequence_length * (2 * c + self.dropout)
+            divided += self.num_heads * self.block_size * (2 * c + (self.dropout > 0))
         return divided, replicated
 
     def moved_bytes(self, c: int) -> tuple[float, float]:
         """Return the bytes that a layer's forward reads and writes for a token outside of matrix products."""
         # Two norms read and write; two residual branches read two numbers and write one, and a mask.
-        replicated = (4 + 6) * self.width * c + 2 * self.width * self.dropout
+        replicated = (4 + 6) * self.width * c + 2 * self.width * (self.dropout > 0)
         divided = self.active_experts * self.hidden_numbers * c
         if not self.fused_attention:
             # Scores: written by one product; read and written by softmax and by dropout; read by the other.
-            divided += self.num_heads * self.sequence_length * ((6 if self.dropout else 4) * c + self.dropout)
+            divided += self.num_heads * self.block_size * (6 * c + 1 if self.dropout else 4 * c)
         return divided, replicated
 
 
@@ -125,7 +113,7 @@ class MLPShape(MLPConfig):
     share a reduction: the first one is divided by its outputs, the second by its inputs.
     """
 
-    sequence_length: ClassVar[int] = 1
+    block_size: ClassVar[int] = 1
     query_width: ClassVar[int] = 0  # an MLP has no attention
     kv_width: ClassVar[int] = 0
     matrices: ClassVar[int] = 1
@@ -177,16 +165,18 @@ def flops_per_token(shape: AnyShape, causal: bool = False) -> float:
     """Return the operations of a token in a step, as `GPTConfig.flops_per_token` counts them. `causal` leaves
     out the half of the attention that the mask removes."""
     weights = shape.num_layers * active_weights(shape) + sum(shape.end_weights)
-    attention = 12 * shape.num_layers * shape.query_width * shape.sequence_length
+    attention = 12 * shape.num_layers * shape.query_width * shape.block_size
     return 6 * weights + (attention / 2 if causal else attention)
 
 
 def _llama(layers: int, width: int, heads: int, inner: int) -> ModelShape:
-    return ModelShape(layers, width, heads, 128_256, 8192, 8, inner, gated=True, tied=False)
+    return ModelShape(
+        128_256, 8192, layers, heads, 8, width, tied=False, feed_forward_width=inner, gated=True
+    )
 
 
 SHAPES = {
-    "gpt-3-175b": ModelShape(96, 12_288, 96, 51_200, 2048),  # Brown et al. 2020, table 2.1
+    "gpt-3-175b": ModelShape(51_200, 2048, 96, 96, None, 12_288),  # Brown et al. 2020, table 2.1
     # The Llama 3 Herd of Models, 2024, arXiv:2407.21783, table 3.
     "llama-3-8b": _llama(32, 4096, 32, 14_336),
     "llama-3-70b": _llama(80, 8192, 64, 28_672),
@@ -212,6 +202,4 @@ def shape_of_config(config: GPTConfig | MLPConfig, experts: int = 1, active_expe
     """Return the shape of a model of this workbook."""
     if isinstance(config, MLPConfig):
         return MLPShape(**vars(config))
-    sizes = config.num_layers, config.width, config.num_heads, config.vocab_size, config.block_size
-    kind = {"experts": experts, "active_experts": active_experts, "num_kv_heads": config.kv_heads}
-    return ModelShape(*sizes, tied=config.tied, dropout=config.dropout > 0, **kind)
+    return ModelShape(**vars(config), experts=experts, active_experts=active_experts)

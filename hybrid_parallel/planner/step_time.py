@@ -50,7 +50,7 @@ from pipeline_parallel.schedules import V_SHAPED
 
 SHARING = 4  # the power above: within 15% of a simulation of the cores' sharing, half within 2.5%
 COPIED_BYTES = 4  # a core reads and writes for each byte that a collective sends, as measured here
-# A core takes as long to compress a number, with error feedback, as to move these bytes (benchmarks/planner.py).
+# A core compresses a number, with error feedback, while it could move so many bytes (benchmarks/planner.py).
 COMPRESSING_BYTES = {"bf16": 20, "int8": 100, "topk": 110, "powersgd": 80}
 ADAM_BYTES = 28  # read and written for each number: parameter, gradient, both moments
 
@@ -90,7 +90,7 @@ class TimeModel:
 
     def utilisation(self, sizes: ParallelSizes, seconds: float, causal: bool = False) -> float:
         """Return the share of the devices' peak rate that the model's own operations take (MFU)."""
-        operations = flops_per_token(self.shape, causal) * self.batch * self.shape.sequence_length
+        operations = flops_per_token(self.shape, causal) * self.batch * self.shape.block_size
         peak = self.machine.peak_flops[sizes.precision] * self.machine.share
         return operations / (seconds * peak * sizes.world_size)
 
@@ -160,7 +160,7 @@ class TimeModel:
     def _attention(self, sizes: ParallelSizes) -> float:
         """Return the seconds of the scores and the sums of a layer's attention in the forward."""
         rate = self.machine.peak_flops[sizes.precision] * self.machine.attention_share
-        operations = 4 * self.shape.sequence_length * self.shape.query_width
+        operations = 4 * self.shape.block_size * self.shape.query_width
         skipped = 0.5 if self.shape.fused_attention else 1
         return self._tokens(sizes) * operations * skipped / sizes.tensor / rate
 

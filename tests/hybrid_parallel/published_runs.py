@@ -78,7 +78,7 @@ def _sizes(
 
 def _gpt(layers: int, width: int, heads: int) -> ModelShape:
     """A GPT of Megatron-LM, before fused attention."""
-    return ModelShape(layers, width, heads, 51_200, 2048, dropout=True, fused_attention=False)
+    return ModelShape(51_200, 2048, layers, heads, None, width, dropout=0.1, fused_attention=False)
 
 
 MEGATRON_GPTS = {  # layers, width, heads
@@ -96,7 +96,7 @@ def _megatron(
     chunks = shape.num_layers // p // layers if layers else 1
     sizes = _sizes(p, data, t, batch // data // microbatch, chunks, recompute=True)
     # Their operations include a second forward; equation 3 of the paper.
-    s, h, n, v = shape.sequence_length, shape.width, shape.num_layers, shape.vocab_size
+    s, h, n, v = shape.block_size, shape.width, shape.num_layers, shape.vocab_size
     counted = 96 * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
     share = flops_per_token(shape) / counted
     return Run(f"Megatron-LM {size}", shape, A100, batch, sizes, share * teraflops * 1e12 / 312e12)
@@ -117,7 +117,7 @@ MEGATRON = [
 
 
 def _llama(data: int, tokens: int, context: int, batch: int, utilisation: float) -> Run:
-    shape = replace(SHAPES["llama-3-405b"], sequence_length=tokens)
+    shape = replace(SHAPES["llama-3-405b"], block_size=tokens)
     sizes = _sizes(16, data, 8, batch // data, 8, zero=1, sequence_parallel=True, context=context)
     name = f"Llama 3 405B, {sizes.world_size} GPUs, {tokens} tokens"
     return Run(name, shape, H100, batch, sizes, utilisation, causal=True)
@@ -151,7 +151,7 @@ MPT |= {"13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64)}
 
 def _sharded(size: str, gpus: int, microbatch: int, microbatches: int, again: bool, percent: float) -> Run:
     layers, width, heads = MPT[size]
-    shape = ModelShape(layers, width, heads, 50_368, 2048)
+    shape = ModelShape(50_368, 2048, layers, heads, None, width)
     sizes = _sizes(1, gpus, 1, microbatches, zero=3, recompute=again)
     batch = gpus * microbatch * microbatches
     return Run(f"MPT {size} on {gpus} GPUs", shape, A100, batch, sizes, percent / 100)
@@ -188,9 +188,8 @@ RING = [
 def _experts(
     layers: int, tokens: int, gpus: int, p: int, context: int, expert_ranks: int, batch: int, seconds: float
 ) -> Run:
-    widths = {"num_kv_heads": 8, "feed_forward_width": 32_768}
-    kind = {"gated": True, "tied": True, "experts": 8, "active_experts": 2}
-    shape, data = ModelShape(layers, 6144, 48, 131_072, tokens, **widths, **kind), gpus // (p * context * 4)
+    kind = {"feed_forward_width": 32_768, "gated": True, "experts": 8, "active_experts": 2}
+    shape, data = ModelShape(131_072, tokens, layers, 48, 8, 6144, **kind), gpus // (p * context * 4)
     axes = {"context": context, "expert_ranks": expert_ranks, "sequence_parallel": True}
     sizes = _sizes(p, data, 4, batch // data, 8 if p > 1 else 1, **axes)
     used = TimeModel(shape, H100, batch).utilisation(sizes, seconds)

@@ -21,8 +21,8 @@ from lab.launch.errors import WorkbookError
 
 H100, H200 = MACHINES["h100"], MACHINES["h200"]
 LLAMA, MIXTRAL = SHAPES["llama-3-8b"], SHAPES["mixtral-8x7b"]
-EXPERTS = ModelShape(4, 32, 4, 64, 48, num_kv_heads=4, experts=6, active_experts=2)
-SMALL = [EXPERTS, replace(EXPERTS, experts=1, active_experts=1, dropout=True), MLPShape(8, 1024)]
+EXPERTS = ModelShape(64, 48, 4, 4, 4, 32, experts=6, active_experts=2)
+SMALL = [EXPERTS, replace(EXPERTS, experts=1, active_experts=1, dropout=0.1), MLPShape(8, 1024)]
 
 
 @cache
@@ -118,9 +118,21 @@ def test_a_reason_names_what_differs():
 
 def test_replicas_hold_mixtral_without_zero_only_if_they_share_its_experts():
     replicas = {"pipeline": 1, "tensor": 1, "zero": 0}
-    found = plans(replace(MIXTRAL, sequence_length=2048), H200, 8, 64, given=replicas)
+    found = plans(replace(MIXTRAL, block_size=2048), H200, 8, 64, given=replicas)
     fit = [plan for plan in found if plan.seconds is not None]
     assert values(found, "expert_ranks") == {1, 2, 4, 8} and values(fit, "expert_ranks") == {8}
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (Args(sequence_length=0), "The number of tokens is 0; it must be at least 1."),
+        (Args("mlp", sequence_length=8), "An mlp has no sequences; leave --sequence-length out."),
+    ],
+)
+def test_a_length_that_makes_no_sense_is_refused_in_a_sentence(args: Args, sentence: str):
+    with pytest.raises(WorkbookError, match=sentence):
+        main(args)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from pipeline_parallel.schedules import SCHEDULES, table_of
 from tensor_parallel.expected_traffic import activations_formula
 from zero.memory import Held, formula
 
-GPT = ModelShape(8, 64, 8, 256, 32, dropout=True, fused_attention=False)
-EXPERTS = ModelShape(1, width=8, num_heads=2, vocab_size=16, sequence_length=4, experts=4, active_experts=2)
+GPT = ModelShape(256, 32, 8, 8, None, 64, dropout=0.1, fused_attention=False)
+EXPERTS = ModelShape(16, 4, 1, 2, None, 8, experts=4, active_experts=2)
 
 
 def test_a_shape_has_the_weights_of_the_real_model():
@@ -56,8 +56,8 @@ def test_a_shape_has_the_weights_of_the_real_model():
 
 
 def test_operations_are_those_of_the_formula_in_the_megatron_paper():
-    shape = ModelShape(48, 8192, 64, 51_200, 2048)
-    s, h, n, v = shape.sequence_length, shape.width, shape.num_layers, shape.vocab_size
+    shape = ModelShape(51_200, 2048, 48, 64, None, 8192)
+    s, h, n, v = shape.block_size, shape.width, shape.num_layers, shape.vocab_size
     assert flops_per_token(shape) == pytest.approx(72 * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
 
 
@@ -98,7 +98,7 @@ def test_the_activations_of_a_pipeline_are_those_that_the_simulator_counts(sched
         sizes = ParallelSizes(pipeline=4, schedule=schedule, chunks=2, microbatches=microbatches)
         predicted = predict_memory(shape, sizes, microbatches).activations
         timeline = simulate(table_of(schedule, 4, microbatches, 2), Costs.equal(sizes.num_stages, 1, 1, 1))
-        layer = shape.sequence_length * layer_activations(shape, sizes)
+        layer = shape.block_size * layer_activations(shape, sizes)
         stage = round(layer * shape.num_layers / sizes.num_stages)
         assert predicted == max(stage * count for count in timeline.peak_held)
 
@@ -107,7 +107,7 @@ def test_recomputation_keeps_the_input_of_each_layer_and_one_layer_more():
     sizes = ParallelSizes(precision="bf16")
     kept, again = (predict_memory(GPT, replace(sizes, recompute=r), 1) for r in (False, True))
     of_layer = kept.activations / GPT.num_layers
-    assert again.activations == GPT.num_layers * GPT.sequence_length * GPT.width * 2
+    assert again.activations == GPT.num_layers * GPT.block_size * GPT.width * 2
     assert again.temporary - kept.temporary == of_layer
 
 

@@ -22,11 +22,11 @@ NO_LINK = Link(0.0, 0.0)
 FREE = Machine(1e12, {"float32": 1.0, "bf16": 1.0}, 1.0, 1.0, 1e30, 0.0, 8, NO_LINK, NO_LINK)
 FOUR = replace(FREE, devices_per_node=4)
 # Its attention and its head cost almost nothing beside 2 * 12 * 4096 * 4096 operations of a token and layer.
-SHAPE = ModelShape(12, 4096, 8, vocab_size=1, sequence_length=1)
+SHAPE = ModelShape(vocab_size=1, block_size=1, num_layers=12, num_heads=8, width=4096)
 # One layer; of 8 tokens each of 2 ranks has 4, with 4 numbers in each query, key and value.
-TINY = ModelShape(1, width=4, num_heads=2, vocab_size=1, sequence_length=8, num_kv_heads=2)
+TINY = ModelShape(vocab_size=1, block_size=8, num_layers=1, num_heads=2, width=4)
 # One layer. An expert's linear layers have 32 numbers between them, and each token passes two experts.
-EXPERTS = ModelShape(1, width=8, num_heads=2, vocab_size=16, sequence_length=4, experts=4, active_experts=2)
+EXPERTS = ModelShape(16, 4, 1, 2, None, 8, experts=4, active_experts=2)
 
 
 def machine(beta: float, alpha: float = 0.0, **changes: object) -> Machine:
@@ -38,11 +38,9 @@ def predict(sizes: ParallelSizes, machine: Machine = FREE, batch: int = 48, shap
 
 
 def test_one_process_takes_the_operations_of_the_model_over_its_rate():
-    for shape in (SHAPE, replace(SHAPE, sequence_length=512, vocab_size=1000), SHAPES["mixtral-8x7b"]):
+    for shape in (SHAPE, replace(SHAPE, block_size=512, vocab_size=1000), SHAPES["mixtral-8x7b"]):
         seconds = predict(ParallelSizes(), shape=shape)
-        assert seconds.total == pytest.approx(
-            48 * shape.sequence_length * flops_per_token(shape, causal=True)
-        )
+        assert seconds.total == pytest.approx(48 * shape.block_size * flops_per_token(shape, causal=True))
         used = TimeModel(shape, FREE, 48).utilisation(ParallelSizes(), seconds.total, causal=True)
         assert used == pytest.approx(1)
 
@@ -129,7 +127,7 @@ def test_this_machine_is_measured_and_shared_by_its_ranks():
 @pytest.mark.parametrize("beta", [0.01, 10.0])
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, beta: float):
-    shape, link = replace(TINY, sequence_length=240), Link(5.0, beta)
+    shape, link = replace(TINY, block_size=240), Link(5.0, beta)
     seconds = predict(ParallelSizes(context=ranks), machine(beta, 5.0), 1, shape)
     pairs = step_pairs(SequenceCut.zigzag(240, ranks))
     per_pair = 4 * shape.query_width
@@ -140,7 +138,7 @@ def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, be
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(ranks: int):
-    shape = ModelShape(3, width=64, num_heads=16, vocab_size=1, sequence_length=64, num_kv_heads=8)
+    shape = ModelShape(1, 64, num_layers=3, num_heads=16, num_kv_heads=8, width=64)
     sizes = ParallelSizes(context=ranks, attention="all_to_all")
     tokens, numbers = 64 * 5, shape.query_width + shape.kv_width
     sent = 4 * (ranks - 1) / ranks**2 * tokens * numbers * 4

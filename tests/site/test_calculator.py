@@ -117,7 +117,7 @@ def test_experts_take_the_place_of_a_layers_feed_forward(opened):
 @pytest.mark.parametrize("context", [1, 2])
 def test_activations_and_waiting_are_those_of_the_planner(opened, tensor: int, experts: int, context: int):
     active, link = 2 if experts > 1 else 1, "{alpha: 20e-6, beta: 8e-11}"
-    shape = ModelShape(3, 64, 8, 100, 32, dropout=True, experts=experts, active_experts=active)
+    shape = ModelShape(100, 32, 3, 8, None, 64, 0.1, experts=experts, active_experts=active)
     for by_tokens, keeps in product((False, True), repeat=2):
         sizes = ParallelSizes(tensor=tensor, context=context, sequence_parallel=by_tokens, precision="bf16")
         settings = {
