@@ -59,9 +59,13 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step with four digits, because more mean nothing; infinity if it does not
-        fit."""
-        return float("inf") if self.seconds is None else float(f"{self.seconds.total:.4g}")
+        """Return the seconds of a step; infinity for a plan that does not fit."""
+        return float("inf") if self.seconds is None else self.seconds.total
+
+    @property
+    def compared_seconds(self) -> float:
+        """Return the seconds of a step as plans are compared: with four digits, because more mean nothing."""
+        return float(f"{self.step_seconds:.4g}")
 
 
 def plans(
@@ -94,7 +98,9 @@ def plans(
         )
     # Of equally fast plans the one with larger microbatches comes first, because small kernels are slower
     # than the formulas say, and then the one with less memory. Plans that do not fit are in order of memory.
-    found.sort(key=lambda p: (p.step_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes))
+    found.sort(
+        key=lambda p: (p.compared_seconds, p.sizes.microbatches * (p.seconds is not None), p.memory_bytes)
+    )
     return [replace(plan, reason=reason_of(plan, found[0], usable)) for plan in found]
 
 
@@ -111,7 +117,7 @@ def sending_less(
         with contextlib.suppress(WorkbookError):
             plan = plans(shape, machine, best.sizes.world_size, batch, best.sizes.precision, fixed)[0]
             if plan.seconds is not None:
-                change = plan.step_seconds / best.step_seconds - 1
+                change = plan.compared_seconds / best.compared_seconds - 1
                 length = f"{abs(change):.1%} {'shorter' if change < 0 else 'longer'}"
                 plan = replace(plan, reason=f"a step is {length}, and learns less")
             found.append(plan)
@@ -140,7 +146,7 @@ def reason_of(plan: Plan, best: Plan, usable: float) -> str:
     if plan is best:
         return "the fastest that fits"
     assert best.seconds is not None
-    slower = plan.step_seconds / best.step_seconds - 1
+    slower = plan.compared_seconds / best.compared_seconds - 1
     if slower == 0:
         return "as fast, with smaller microbatches or no less memory"
     more = {name: getattr(plan.seconds, name) - getattr(best.seconds, name) for name in CAUSES}
