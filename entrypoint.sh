@@ -18,7 +18,8 @@ data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulati
 data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce for each parameter, hidden behind the backward
 data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large all-reduces, each as early as it can start
 data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
-zero1                                  zero/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state
+zero1_textbook                         zero/train_zero1_textbook.py           ZeRO 1 in three phases of a step: reduce-scatter, update of the rank's shard, all-gather
+zero1                                  zero/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state, and gradients travel in buckets
 zero2                                  zero/train_zero2.py                    ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients
 zero3                                  zero/train_zero3.py                    ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it
 fsdp                                   zero/train_fsdp.py                     PyTorch's own fully_shard (FSDP2) in the same loop

@@ -27,6 +27,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "data_parallel_naive": ("data_parallel/train_naive.py",),
     "data_parallel_overlap": ("data_parallel/train_overlap.py",),
     "data_parallel_bucket_overlap": ("data_parallel/train_bucket_overlap.py",),
+    "zero1_textbook": ("zero/train_zero1_textbook.py",),
     "zero1": ("zero/train_zero1.py",),
     "zero2": ("zero/train_zero2.py",),
     "zero3": ("zero/train_zero3.py",),
@@ -47,12 +48,12 @@ SHORT = {
 }
 STEPS: tuple[tuple[str, ...], ...] = (
     ("naive", "overlap", "buckets"),
-    ("zero1", "zero2", "zero3"),
+    ("zero1_textbook", "zero1", "zero2", "zero3"),
     ("tensor_parallel", "sequence_parallel"),
     ("model_parallel", "afab"),
 )
 FLAG = "sequence_parallel"
-BESIDE = ("main", "traffic_per_step")  # a lesson's functions that are not its concept
+BESIDE = ("main", "traffic")  # a lesson's functions that are not its concept
 
 Line = tuple[str, str]
 """A sign, which is " ", "-", "+", "@" for the title of a part or "#" for a remark, and a text."""
@@ -78,7 +79,7 @@ def difference(before: str, after: str) -> list[Line]:
     was, old = concept(mode_of(before))
     now, new = concept(mode_of(after))
     old = {re.sub(rf"^{was}\b", now, name): text for name, text in old.items()}
-    inherits = f"({was})" in new[now].partition("\n")[0]
+    inherits = re.search(rf"^class \w+\({was}\)", new[now], re.MULTILINE)
     lines = [("#", f"{was} -> {now}")] if was != now else []
     for name, text in new.items():
         if text == old.get(name) or (name == now and name in old):

@@ -20,6 +20,7 @@ NEXT = {
     "data_parallel_bucket_overlap": "ARGS='--link 200mbit,1ms --trace traces' draws the timelines of a slow "
     "link into traces/.",
     "data_parallel_ddp": "RUN_MODE=data_parallel_bucket_overlap is the same idea in 215 lines.",
+    "zero1_textbook": "RUN_MODE=zero1 sends the gradients in buckets, while the backward computes.",
     "zero1": "RUN_MODE=zero2 also divides the gradients.",
     "zero2": "RUN_MODE=zero3 also divides the parameters.",
     "zero3": "RUN_MODE=fsdp is PyTorch's own.",

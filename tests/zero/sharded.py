@@ -14,10 +14,16 @@ from lab.trace.ledger import Traffic
 from tests.data_parallel.equivalence import Loss, accumulate, mine
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero1_textbook import TextbookZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
 STAGES = ["zero1", "zero2", "zero3"]
+OF_PARAMETERS = {
+    "zero1_textbook": TextbookZeroOptimizer,
+    "zero1": ZeroOptimizer,
+    "zero2": ZeroGradientOptimizer,
+}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -65,7 +71,7 @@ class Sharded:
             self.model = self.syncing = wrap(module, group, **options)
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
         else:
-            wrap = {"zero1": ZeroOptimizer, "zero2": ZeroGradientOptimizer}[stage]
+            wrap = OF_PARAMETERS[stage]
             self.model = module
             for buffer in module.buffers():  # an optimizer does not see them
                 broadcast(buffer, group=group)

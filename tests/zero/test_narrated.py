@@ -12,6 +12,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
+from zero.train_zero1_textbook import TextbookZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
@@ -51,6 +52,29 @@ class OneProcess:
 
 def mean_square(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
+
+
+def test_zero1_in_three_phases_equals_one_process():
+    def train_on_a_rank(cluster: Cluster) -> int:
+        one = OneProcess(cluster.rank)
+        model = one.of_a_rank
+        optimizer = TextbookZeroOptimizer(model.parameters(), SGD, **OPTIONS)
+        for _ in range(3):
+            one.backward()
+
+            # The loop is that of one device. All that is sent is sent in `step`: a reduce-scatter of each
+            # gradient, then this rank's update of its part, then an all-gather of each parameter.
+            optimizer.zero_grad()
+            mean_square(model(one.my_x), one.my_y).backward()
+            optimizer.step()
+            one.compare_gradients(optimizer.parameter_shards)
+            one.optimizer.step()
+            one.compare_parameters(model)
+
+        return sum(state["momentum_buffer"].numel() for state in optimizer.state.values())
+
+    # Each parameter is divided by itself: of 35, 7, 21 and 3 numbers the first ranks have one more.
+    assert run_ranks(train_on_a_rank, 3) == [12 + 3 + 7 + 1, 12 + 2 + 7 + 1, 11 + 2 + 7 + 1]
 
 
 def test_zero1_equals_one_process():
