@@ -63,10 +63,10 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.timeline import span
 from training.arguments import NotOffered
-from training.checkpoint import Shard, plain_shards
 from training.gradients import average_gradients, is_in_backward
 from training.old_guard import Guard
 from training.old_run import Run
+from training.state_shards import Shard, plain_shards
 
 
 class Router(nn.Module):

@@ -20,20 +20,20 @@ import tyro
 from safetensors.torch import save
 
 from lab.launch.errors import WorkbookError, reason
-from training.checkpoint import STEP, Shard, complete_steps, fill, read_manifest
-
-MODEL = "model/"  # what the names of a model's tensors begin with in a checkpoint
+from training.checkpoint import STEP, complete_steps, fill, read_manifest
+from training.state_shards import Shard
 
 
 def export(folder: Path, out: Path) -> int:
     """Write a checkpoint's model to the file `out`; return its number of tensors, or raise WorkbookError."""
     found = read_manifest(*_find(folder))
-    full = {
-        name.removeprefix(MODEL): torch.empty(saved.size, dtype=saved.properties.dtype)
-        for name, saved in found.tensors.items()
-        if name.startswith(MODEL)
-    }
-    fill(found, [Shard(MODEL + name, tensor) for name, tensor in full.items()])
+    shards = [
+        Shard(name, torch.empty(places[0].shape, dtype=getattr(torch, places[0].dtype)))
+        for name, places in found.tensors.items()
+        if not name.startswith("optimizer/")
+    ]
+    fill(found, shards)
+    full = {shard.name.partition("/")[2]: shard.tensor for shard in shards}
     # A plain model has a tied tensor under each of its names; the format takes no tensor twice.
     tied = found.extra["tied"]
     full |= {name: full[first].clone() for name, first in tied.items() if first in full}

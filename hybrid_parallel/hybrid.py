@@ -49,10 +49,10 @@ from low_communication.train_local_sgd import LocalSGD
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
 from tensor_parallel.parallelize import TensorParallel, parallelize
-from training.checkpoint import Shard, part_of, shards_of
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
 from training.gradients import average_gradients
+from training.state_shards import Shard, buffer_shards, shards_of
 from training.valid_targets import count_valid, valid_targets
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -274,12 +274,7 @@ class HybridParallel(nn.Module):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of a full state, such as that of a plain model."""
         for shard in self.shards(None):
-            full_tensor = state[shard.name.removeprefix("model/")]
-            for offset, box in shard.boxes().items():
-                box.copy_(part_of(full_tensor, offset, box.shape))
-        for name, buffer in self.plain.named_buffers():
-            if name in state:
-                buffer.copy_(state[name])
+            shard.take_from(state[shard.name.partition("/")[2]])
         if self.sizes.zero in (1, 2):
             self.data.gather_parameters()
 
@@ -301,7 +296,8 @@ class HybridParallel(nn.Module):
         held = [(parameter, parameter, 0) for parameter in names]
         if self.sizes.zero:
             held = [(shard.parameter, shard.tensor, shard.start) for shard in self.data.parameter_shards]
-        shards: list[Shard] = []
+        modules = [self.plain] if self.pipeline is None else self.pipeline.stages.values()
+        shards = [shard for module in modules for shard in buffer_shards(module)]
         for parameter, trained, start in held:
             name, local = names[parameter], list(parameter.shape)
             shape, offset = list(local), [0] * len(local)

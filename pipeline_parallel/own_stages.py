@@ -25,8 +25,8 @@ from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
-from training.checkpoint import Shard, shards_of
 from training.evaluation import Sums, sums_of
+from training.state_shards import Shard, buffer_shards, shards_of
 from training.valid_targets import count_valid
 
 
@@ -196,11 +196,10 @@ class OwnStages(nn.Module):
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
         copies = self.later_copies()
-        return [
-            shard
-            for parameter, name in self.first_names.items()
-            for shard in shards_of(name, parameter, optimizer, is_copy=parameter in copies)
-        ]
+        found = [shard for stage in self.stages.values() for shard in buffer_shards(stage)]
+        for parameter, name in self.first_names.items():
+            found += shards_of(name, parameter, optimizer, is_copy=parameter in copies)
+        return found
 
     def traffic_per_step(self) -> Traffic:
         """Return what this rank sends in a step: m tensors over each boundary, and tied gradients."""

@@ -43,10 +43,10 @@ from tensor_parallel.layers import (
     validate_heads,
 )
 from training import guard
-from training.checkpoint import Shard, shards_of
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
 from training.old_guard import Guard
+from training.state_shards import Shard, buffer_shards, shards_of
 
 _SEEDS = 2**62
 
@@ -195,7 +195,7 @@ class TensorParallel(nn.Module):
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
-        rank, found = dist.get_rank(self.group), []
+        rank, found = dist.get_rank(self.group), [*buffer_shards(self.module)]
         for name, parameter in self.module.named_parameters():
             shape, offset = list(parameter.shape), [0] * parameter.dim()
             if name in self.dims:

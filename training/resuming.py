@@ -22,7 +22,8 @@ from lab.launch.errors import Complete, Stopped, WorkbookError
 from lab.launch.interrupt import StopRequest
 from lab.launch.launcher import restart_count
 from training.arguments import TrainArgs
-from training.checkpoint import Checkpoints, Shard, complete_steps, create_state, plain_shards
+from training.checkpoint import Checkpoints, complete_steps
+from training.state_shards import Shard, plain_shards
 from training.validate import refuse_if
 
 
@@ -40,7 +41,7 @@ class Resuming:
             return
         folder = Path(args.checkpoint)
         steps = on_main(cluster, f"look for checkpoints in {folder}", lambda: complete_steps(folder))
-        self._newest = max(steps, default=None)
+        self._newest = steps[-1] if steps else None
         refuse_if(
             args.resume and not steps,
             f"There is no checkpoint in {folder} to resume from; name the directory of an earlier run, or "
@@ -111,7 +112,6 @@ class Resuming:
             raise Complete(f"{args.checkpoint} has a checkpoint of all {args.steps} steps; nothing is left.")
         if step >= args.steps:
             raise WorkbookError(f"The checkpoint has {step} steps already; ask for more with --steps.")
-        create_state(self._optimizer, found)
         self._checkpoints.load(step, self._shards())
         for part in (self._model, self._optimizer):
             if hasattr(part, "gather_parameters"):  # they were loaded in shards

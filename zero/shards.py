@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from training.checkpoint import Shard, shards_of
+from training.state_shards import Shard, buffer_shards, shards_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +93,8 @@ def checkpointed(model: nn.Module, shards: Sequence[ParameterShard], optimizer: 
     """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
     names = {parameter: name for name, parameter in model.named_parameters()}
-    full = [*model.named_parameters(), *model.named_buffers()]
-    found = [Shard(f"model/{name}", tensor.detach()) for name, tensor in full]
+    found = [Shard(f"model/{name}", parameter.detach()) for parameter, name in names.items()]
+    found += buffer_shards(model)
     for shard in shards:
         _, *state = shard.checkpointed(names[shard.parameter], optimizer)
         found += state

@@ -49,10 +49,10 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.guard import guarded
 from training.run import Run
+from training.state_shards import Shard
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, checkpointed
 

@@ -57,11 +57,11 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.checkpoint import Shard
 from training.clipping import clip_grad_norm_
 from training.gradients import is_in_backward
 from training.guard import guarded
 from training.run import Run
+from training.state_shards import Shard, buffer_shards
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
@@ -249,7 +249,7 @@ class ShardedModule(nn.Module):
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
-        names, found = self.names(), [Shard(f"model/{name}", b) for name, b in self.module.named_buffers()]
+        names, found = self.names(), [*buffer_shards(self.module)]
         for shard in self.parameter_shards:
             found += shard.checkpointed(names[shard.parameter][0], optimizer)
         return found

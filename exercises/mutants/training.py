@@ -10,9 +10,9 @@ EVALUATION = "tests/training/test_evaluation.py::"
 
 mutant(
     "checkpoint_awaited_by_one_rank",
-    "A rank that reads the checkpoint sometimes finds the one before: only rank 0 waits until it is on disk.",
+    "A rank that reads the checkpoint sometimes finds the one before: each waits for its own file only.",
     target="training.checkpoint.Checkpoints.wait",
-    changes={"if self._writer is not None": "if self._cluster.is_main and self._writer is not None"},
+    changes={'on_all("save a checkpoint", self.join)': "self.join()"},
     killer=CHECKPOINT + "test_no_rank_goes_on_before_the_checkpoint_is_on_disk",
 )
 
@@ -20,7 +20,11 @@ mutant(
     "checkpoint_complete_before_it_is_written",
     "A checkpoint cannot be loaded: a folder counts as complete before the files of all ranks are on disk.",
     target="training.checkpoint.complete_steps",
-    changes={"STEP.fullmatch": "STEP.match"},
+    changes={
+        'path.parent.name) for path in directory.glob(f"step-*/{MANIFEST}")': (
+            'path.name) for path in directory.glob("step-*")'
+        ),
+    },
     killer=CHECKPOINT + "test_a_checkpoint_becomes_visible_only_when_the_files_of_all_ranks_are_complete",
     symptom="After a disk was full for a moment, the newest checkpoint lacks the file of a rank.",
 )
@@ -38,7 +42,7 @@ mutant(
     "checkpoint_of_a_run_that_has_diverged",
     "The last good checkpoint is gone: one whose weights are not finite has replaced it.",
     target="training.checkpoint.Checkpoints._write",
-    changes={"refuse_not_finite(shards)": ""},
+    changes={"refuse_not_finite(mine)": ""},
     killer="tests/training/test_finite.py::"
     "test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays",
 )
@@ -47,7 +51,7 @@ mutant(
     "checkpoint_of_tensors_that_change",
     "A checkpoint mixes the weights of two steps: a thread reads the tensors that the optimizer changes.",
     target="training.checkpoint.Checkpoints._copied",
-    changes={"tensor=self._copies[place].copy_(source)": "tensor=source"},
+    changes={"= copy.copy_(source)": "= source"},
     killer=CHECKPOINT + "test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change",
     symptom="The losses jump after a restart, as if the weights of two steps were mixed.",
 )
@@ -55,12 +59,11 @@ mutant(
 mutant(
     "checkpoint_of_what_the_rank_does_not_hold",
     "A checkpoint lacks experts: replicas take turns in saving tensors, and hold different experts.",
-    target="training.checkpoint._shared_out",
-    changes={
-        "min(holders[place], key=elements.__getitem__)": "min(range(len(layouts)), key=elements.__getitem__)",
-    },
+    target="training.checkpoint.shared_out",
+    changes={"min(ranks, key=": "min(range(len(elements)), key="},
     killer=CHECKPOINT + "test_what_only_some_ranks_hold_is_saved_by_one_of_them",
     symptom="A run with divided experts saves checkpoints without an error, and no run can resume from one.",
+    fails_with="is damaged",
 )
 
 mutant(
@@ -69,14 +72,28 @@ mutant(
         "After a resume the loss jumps: each rank's optimizer state was saved as that of a "
         "parameter's first shard."
     ),
-    target="training.checkpoint.shards_of",
-    changes={
-        'yield Shard(f"optimizer/{kind}/{name}", _local(value), **where)': (
-            'yield Shard(f"optimizer/{kind}/{name}", _local(value), where.get("shape"))'
-        ),
-    },
+    target="training.state_shards.shards_of",
+    changes={"trained, **where, optimizer=": 'trained, where.get("shape"), optimizer='},
     killer=CHECKPOINT + "test_the_state_of_an_optimizer_lies_where_its_parameter_does",
-    fails_with="invalid fill",
+    fails_with="leave out some of its elements",
+)
+
+mutant(
+    "checkpoint_of_the_largest_step_is_the_newest",
+    "After a training has gone back to an earlier step, each new checkpoint removes the one before it.",
+    target="training.checkpoint.complete_steps",
+    changes={'key=lambda step: (number_of(directory / f"step-{step}"), step)': "key=int"},
+    killer=CHECKPOINT
+    + "test_the_newest_are_those_that_were_completed_last_and_a_stray_folder_is_no_checkpoint",
+)
+
+mutant(
+    "checkpoint_without_the_learning_rate",
+    "After a resume the loss jumps: the learning rate is the first one again, and not that of the schedule.",
+    target="training.state_shards.tensors_to_load",
+    changes={"in options.items()": "in options.items() if key in ()"},
+    killer=CHECKPOINT
+    + "test_an_optimizer_goes_on_with_the_same_bits_at_the_rate_that_its_schedule_had_reached",
 )
 
 mutant(

@@ -17,7 +17,8 @@ from hybrid_parallel import train_hybrid
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
 from tests.hybrid_parallel.test_run import ARGS, summaries
-from training.checkpoint import Checkpoints, Writer, complete_steps
+from training import checkpoint
+from training.checkpoint import Checkpoints, complete_steps
 
 KILLS = int(os.environ.get("KILLS", "20"))
 WAY: dict[str, Any] = {"zero": 1, "layers": 2, "clip": 1.0}  # each of 2 ranks saves a shard of the optimizer
@@ -30,13 +31,13 @@ def train_until_killed(
 
     A victim dies `moment` times as long after its first checkpoint as that has taken.
     """
-    finish, write = Writer.finish, Checkpoints._write
+    complete, write = checkpoint.write_manifest, Checkpoints._write
     begin, steps = time.perf_counter(), complete_steps(folder)
     newest, noted = max(steps, default=0), int(progress.read_text())
     assert newest >= noted, f"the checkpoint of step {noted} was complete, and the newest is of step {newest}"
 
-    def note(self: Writer, *args: Any, **kwargs: Any) -> None:
-        finish(self, *args, **kwargs)
+    def note(*args: Any) -> None:
+        complete(*args)
         with progress.open("r+") as file:  # not emptied before: a kill leaves one number or the other
             file.write(f"{complete_steps(folder)[-1]:08}")
 
@@ -46,7 +47,8 @@ def train_until_killed(
             # No handler: the kernel ends the process, whatever its threads do.
             signal.setitimer(signal.ITIMER_REAL, moment * (time.perf_counter() - begin))
 
-    Writer.finish, Checkpoints._write = note, write_and_die  # type: ignore[method-assign]
+    checkpoint.write_manifest = note
+    Checkpoints._write = write_and_die  # type: ignore[method-assign]
     saving = {"checkpoint": str(folder), "checkpoint_every": 1, "checkpoint_keep": 2, "auto_resume": True}
     train_hybrid.main(cluster, dataclasses.replace(ARGS, steps=1_000_000, **WAY, **saving))
 

@@ -18,8 +18,9 @@ from hybrid_parallel.train_hybrid import begin
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
-from training.checkpoint import Checkpoints, complete_steps, create_state
+from training.checkpoint import Checkpoints, complete_steps
 from training.run import Run
+from training.state_shards import tensors_and_numbers
 
 ARGS = ElasticMeshArgs(
     steps=6, batch_size=24, size="tiny", layers=4, clip=0.1, json=True, patience=5.0, checkpoint_every=2
@@ -57,10 +58,10 @@ def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
     _, hybrid = begin(cluster, dataclasses.replace(args, checkpoint=None), "hybrid_elastic_mesh")
     assert complete_steps(Path(str(args.checkpoint)))[-1] == args.steps
     checkpoints = Checkpoints(str(args.checkpoint), cluster)
-    create_state(hybrid.optimizer, checkpoints.find(args.steps))
     shards = hybrid.shards(hybrid.optimizer)
     checkpoints.load(args.steps, shards)
-    return {shard.name: shard.tensor.detach().clone() for shard in shards}
+    tensors, _ = tensors_and_numbers(shards)
+    return {shard.name: shard.tensor.detach().clone() for shard in tensors}
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from training.checkpoint import Checkpoints, Shard, complete_steps
+from training.checkpoint import Checkpoints, complete_steps
+from training.state_shards import Shard
 
 
 class Evil:
@@ -65,25 +66,24 @@ def save(cluster: Cluster, folder: Path, *values: int, tensor: int = 1, keep: in
     checkpoints = Checkpoints(folder, cluster, keep)
     for value in values:
         shards = shards_of_rank(cluster.rank, cluster.world_size, value, tensor)
-        checkpoints.save(value, shards, {"step": value})
+        checkpoints.save(value, shards, {"value": value})
     checkpoints.wait()
 
 
 def load(cluster: Cluster, folder: Path, tensor: int = 1) -> int:
-    """Return the step of the newest checkpoint, after all of it was found to be that step's."""
-    latest = complete_steps(folder)[-1]
-    load_step(Checkpoints(folder, cluster), cluster, latest, tensor)
-    return latest
+    """Return the value of the newest checkpoint, after all of it was found to be of that value."""
+    return load_step(Checkpoints(folder, cluster), cluster, complete_steps(folder)[-1], tensor)
 
 
-def load_step(checkpoints: Checkpoints, cluster: Cluster, step: int, tensor: int = 1) -> None:
-    """Load a step, and compare each shard with what was saved."""
+def load_step(checkpoints: Checkpoints, cluster: Cluster, step: int, tensor: int = 1) -> int:
+    """Load a step, compare each shard with what was saved, and return the value of them."""
     wanted = shards_of_rank(cluster.rank, cluster.world_size, -1, tensor)
     checkpoints.load(step, wanted)
-    assert checkpoints.find(step).extra == {"step": step}
-    expected = shards_of_rank(cluster.rank, cluster.world_size, step, tensor)
+    value = checkpoints.find(step).extra["value"]
+    expected = shards_of_rank(cluster.rank, cluster.world_size, value, tensor)
     for got, right in zip(wanted, expected, strict=True):
         assert torch.equal(got.tensor, right.tensor), got.name
+    return value
 
 
 def refusal(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -10,8 +10,9 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from tests.training.attempts import STEPS, train
-from training.checkpoint import Checkpoints, Shard, complete_steps
+from training.checkpoint import Checkpoints, complete_steps
 from training.finite import not_finite
+from training.state_shards import Shard
 
 
 @pytest.mark.parametrize("mode", ["naive", "zero3"])
