@@ -89,15 +89,19 @@ class Checkpoints:
         WorkbookError if the earlier save has failed, or if the shards are not all of the full tensors once.
         """
         extra = json.loads(json.dumps(extra))  # a copy: the run may change it
-        self.wait()
-        tensors, numbers = tensors_and_numbers(shards)
-        held = {json.dumps(shard.place): elements for shard in tensors if len(elements := shard.elements())}
-        everyones = exchange((next_number(self._folder), list(held), json.dumps(numbers)))
+        held: dict[str, Tensor] = {}
+
+        def describe() -> tuple[int, list[str], str]:
+            self.join()
+            tensors, numbers = tensors_and_numbers(shards)
+            held.update((json.dumps(shard.place), shard.elements()) for shard in tensors if shard.numel)
+            return next_number(self._folder), list(held), json.dumps(numbers)
+
+        everyones = on_all("save a checkpoint", describe)
         savers = shared_out([names for _, names, _ in everyones])
-        for _, _, of_rank in everyones:
-            numbers |= json.loads(of_rank)
-        manifest = {"number": everyones[0][0], "format": FORMAT}
-        manifest |= {"extra": extra, "numbers": numbers, "savers": savers}
+        numbers = {name: one for _, _, of_rank in everyones for name, one in json.loads(of_rank).items()}
+        manifest = {"number": everyones[0][0], "format": FORMAT, "extra": extra}
+        manifest |= {"numbers": numbers, "savers": savers}
         mine = self._copied({name: held[name] for name in held if savers[name] == self._cluster.rank})
         arguments = self._folder / f"step-{step}", manifest, mine
         self._writer = threading.Thread(target=self._write, args=arguments, daemon=True)
@@ -274,7 +278,7 @@ def fill(found: Found, wanted: Iterable[Shard]) -> None:
     Raise WorkbookError if a tensor is missing or has another shape, or if a file is not as it was saved.
     """
     opened = functools.cache(lambda path: safe_open(path, "pt"))
-    for shard in (shard for shard in wanted if len(shard.elements())):
+    for shard in (shard for shard in wanted if shard.numel):
         mine, places = shard.place, found.tensors.get(shard.name, [])
         if not places or list(places[0].shape) != list(mine.shape):
             its = f"the shape {places[0].shape}" if places else "nothing"
@@ -317,9 +321,9 @@ def number_of(folder: Path) -> float:
     return int(match[1]) if match else math.inf
 
 
-def next_number(directory: Path) -> float:
+def next_number(directory: Path) -> int:
     """Return the number of the next save."""
-    return 1 + max(filter(math.isfinite, map(number_of, directory.glob("step-*"))), default=0)
+    return 1 + int(max(filter(math.isfinite, map(number_of, directory.glob("step-*"))), default=0))
 
 
 def keep_newest(saved: Path, number: int) -> None:

@@ -85,10 +85,14 @@ class Shard:
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return Place(self.name, dtype, shape, offset, box, self.start, end)
 
+    @property
+    def numel(self) -> int:
+        """Return the number of elements, without padding."""
+        return self.place.end - self.place.start
+
     def elements(self) -> Tensor:
         """Return the elements in one dimension, without padding."""
-        place = self.place
-        return self.tensor.detach().reshape(-1)[: place.end - place.start]
+        return self.tensor.detach().reshape(-1)[: self.numel]
 
     def take_from(self, full: Tensor) -> None:
         """Copy the shard's elements of the full tensor into the shard."""
@@ -123,7 +127,7 @@ def buffer_shards(module: nn.Module) -> Iterator[Shard]:
 def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
     """Return the shards of a model that each rank has in full, or whose parameters are DTensors."""
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
-    updated = {p for group in optimizer.param_groups if group["lr"] for p in group["params"]}
+    updated = {p for group in optimizer.param_groups if group.get("lr", 1) for p in group["params"]}
     is_outer = any(isinstance(value, Optimizer) for value in vars(optimizer).values())
     if is_outer or not updated.issubset(model.parameters()):
         raise WorkbookError(
