@@ -16,7 +16,7 @@ from pathlib import Path
 
 LIBRARIES = (
     *("matplotlib.figure", "rich.progress", "rich.table", "safetensors.torch", "tyro", "yaml"),
-    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch._dynamo", "torch.distributed.fsdp"),
     *("torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
 )
 
