@@ -121,7 +121,7 @@ class Checkpoints:
         what, rank = f"save the checkpoint {folder}", self._cluster.rank
         is_written = torch.ones(1)
         try:
-            refuse_not_finite(mine)
+            refuse_diverged(mine)
             folder.mkdir(parents=True, exist_ok=True)
             write_tensors(folder / file_of(manifest["number"], rank), mine)
         except BaseException as error:
@@ -199,7 +199,7 @@ def shared_out(names_of_ranks: list[list[str]]) -> dict[str, int]:
     return savers
 
 
-def refuse_not_finite(tensors: dict[str, Tensor]) -> None:
+def refuse_diverged(tensors: dict[str, Tensor]) -> None:
     """Raise WorkbookError if a number is inf or NaN: a diverged model must not replace a good one."""
     named = ((json.loads(name)[0], tensor) for name, tensor in tensors.items())
     computed = ((name, tensor) for name, tensor in named if not name.startswith("buffer/"))  # no masks

@@ -42,7 +42,7 @@ mutant(
     "checkpoint_of_a_run_that_has_diverged",
     "The last good checkpoint is gone: one whose weights are not finite has replaced it.",
     target="training.checkpoint.Checkpoints._write",
-    changes={"refuse_not_finite(mine)": ""},
+    changes={"refuse_diverged(mine)": ""},
     killer="tests/training/test_finite.py::"
     "test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays",
 )
