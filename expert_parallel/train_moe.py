@@ -66,7 +66,7 @@ from training.arguments import NotOffered
 from training.gradients import average_gradients, is_in_backward
 from training.old_guard import Guard
 from training.old_run import Run
-from training.state_shards import Shard, plain_shards
+from training.state_shards import StateShard, plain_shards
 
 
 class Router(nn.Module):
@@ -245,7 +245,7 @@ class ExpertParallel(nn.Module):
         """Load what this rank holds of the state with all experts."""
         self.module.load_state_dict({name: state[name] for name in self.module.state_dict()})
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of the full model and of the optimizer's state."""
         return plain_shards(self.module, optimizer)  # an expert has its number in its name
 

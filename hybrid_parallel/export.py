@@ -21,14 +21,14 @@ from safetensors.torch import save
 
 from lab.launch.errors import WorkbookError, reason
 from training.checkpoint import STEP, complete_steps, fill, read_manifest
-from training.state_shards import Shard
+from training.state_shards import StateShard
 
 
 def export(folder: Path, out: Path) -> int:
     """Write a checkpoint's model to the file `out`; return its number of tensors, or raise WorkbookError."""
     found = read_manifest(*_find(folder))
     shards = [
-        Shard(name, torch.empty(places[0].shape, dtype=getattr(torch, places[0].dtype)))
+        StateShard(name, torch.empty(places[0].shape, dtype=getattr(torch, places[0].dtype)))
         for name, places in found.tensors.items()
         if not name.startswith("optimizer/")
     ]

@@ -52,7 +52,7 @@ from tensor_parallel.parallelize import TensorParallel, parallelize
 from training.clipping import clip_grad_norm_
 from training.evaluation import Sums, sums_of
 from training.gradients import average_gradients
-from training.state_shards import Shard, buffer_shards, shards_of
+from training.state_shards import StateShard, buffer_shards, trained_shards
 from training.valid_targets import count_valid, valid_targets
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -278,7 +278,7 @@ class HybridParallel(nn.Module):
         if self.sizes.zero in (1, 2):
             self.data.gather_parameters()
 
-    def shards(self, optimizer: torch.optim.Optimizer | None) -> list[Shard]:
+    def shards(self, optimizer: torch.optim.Optimizer | None) -> list[StateShard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state.
 
         axis        what a rank has of the model      its shards (training/checkpoint.py)
@@ -305,7 +305,7 @@ class HybridParallel(nn.Module):
                 dim, shape[dim] = self.tensor.dims[name]
                 offset[dim] = self.mesh.coordinate("tensor") * local[dim]
             where = {"shape": shape, "offset": offset, "box": local, "start": start}
-            shards += shards_of(name, trained, optimizer, **where, is_copy=parameter in copies)
+            shards += trained_shards(name, trained, optimizer, **where, is_copy=parameter in copies)
         return shards
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:

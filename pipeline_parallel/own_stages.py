@@ -26,7 +26,7 @@ from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
-from training.state_shards import Shard, buffer_shards, shards_of
+from training.state_shards import StateShard, buffer_shards, trained_shards
 from training.valid_targets import count_valid
 
 
@@ -193,12 +193,12 @@ class OwnStages(nn.Module):
         for stage in self.stages.values():
             stage.load_state_dict({name: full[name] for name in stage.state_dict()})
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
         copies = self.later_copies()
         found = [shard for stage in self.stages.values() for shard in buffer_shards(stage)]
         for parameter, name in self.first_names.items():
-            found += shards_of(name, parameter, optimizer, is_copy=parameter in copies)
+            found += trained_shards(name, parameter, optimizer, is_copy=parameter in copies)
         return found
 
     def traffic_per_step(self) -> Traffic:

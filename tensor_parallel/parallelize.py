@@ -46,7 +46,7 @@ from training import guard
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
 from training.old_guard import Guard
-from training.state_shards import Shard, buffer_shards, shards_of
+from training.state_shards import StateShard, buffer_shards, trained_shards
 
 _SEEDS = 2**62
 
@@ -193,7 +193,7 @@ class TensorParallel(nn.Module):
         own = {name: padded_shard(state[name], dim, self.group) for name, (dim, _) in self.dims.items()}
         self.module.load_state_dict(state | own)
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
         rank, found = dist.get_rank(self.group), [*buffer_shards(self.module)]
         for name, parameter in self.module.named_parameters():
@@ -201,7 +201,7 @@ class TensorParallel(nn.Module):
             if name in self.dims:
                 dim, size = self.dims[name]
                 offset[dim], shape[dim] = rank * shape[dim], size
-            found += shards_of(name, parameter, optimizer, shape=shape, offset=offset)
+            found += trained_shards(name, parameter, optimizer, shape=shape, offset=offset)
         return found
 
 

@@ -56,7 +56,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
 from training.finite import not_finite
-from training.state_shards import Place, Shard, tensors_and_numbers, tensors_to_load, write
+from training.state_shards import Place, StateShard, tensors_and_numbers, tensors_to_load, write
 from training.validate import validate_shared_folder
 
 FORMAT = "distributed training workbook, version 5"
@@ -82,7 +82,7 @@ class Checkpoints:
         self._failure = ""
         self._copies: dict[str, Tensor] = {}
 
-    def save(self, step: int, shards: Iterable[Shard], extra: Any = None) -> None:
+    def save(self, step: int, shards: Iterable[StateShard], extra: Any = None) -> None:
         """Copy the shards to host memory, and return; a thread writes them. First wait for an earlier save.
 
         `extra` is what rank 0 wants to have in the manifest: numbers and strings, in lists and dicts. Raise
@@ -158,7 +158,7 @@ class Checkpoints:
         on_all(what, lambda: found.append(read_manifest(self._folder, step)))
         return found[0]
 
-    def load(self, step: int, shards: Iterable[Shard]) -> None:
+    def load(self, step: int, shards: Iterable[StateShard]) -> None:
         """Fill the tensors of the shards, of any division of the model, and the state of their optimizer.
 
         Raise WorkbookError on all ranks if a byte has changed, or if the tensors of all ranks together are
@@ -272,7 +272,7 @@ def _damaged(path: Path) -> WorkbookError:
     return WorkbookError(f"{path} is damaged; remove {path.parent} to resume from an earlier checkpoint")
 
 
-def fill(found: Found, wanted: Iterable[Shard]) -> None:
+def fill(found: Found, wanted: Iterable[StateShard]) -> None:
     """Fill the tensors of the shards from a checkpoint, in this process alone.
 
     Raise WorkbookError if a tensor is missing or has another shape, or if a file is not as it was saved.

@@ -23,7 +23,7 @@ from lab.launch.interrupt import StopRequest
 from lab.launch.launcher import restart_count
 from training.arguments import TrainArgs
 from training.checkpoint import Checkpoints, complete_steps
-from training.state_shards import Shard, plain_shards
+from training.state_shards import StateShard, plain_shards
 from training.validate import refuse_if
 
 
@@ -89,7 +89,7 @@ class Resuming:
             sentence = f"stopped after step {done} of {args.steps}; the checkpoint is in {args.checkpoint}: "
             raise Stopped(f"{sentence}--resume continues from there.", asked)
 
-    def _shards(self) -> list[Shard]:
+    def _shards(self) -> list[StateShard]:
         """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""
         model, optimizer = self._model, self._optimizer
         if hasattr(model, "shards"):

@@ -7,7 +7,7 @@
        18 19 20 21 22 23       21 22 23                          .  .  .        21 22 23
                               offset (0, 3)                    start 0         start 6
 
-A model that divides something among ranks has a method `shards(optimizer)`. It returns `shards_of` each
+A model that divides something among ranks has a method `shards(optimizer)`. It returns `trained_shards` each
 parameter and its optimizer's state, and `buffer_shards`. Names are those of the plain model on one process;
 a tied parameter is given once, by its first name. Ranks that hold the same elements all say so.
 """
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shard:
+class StateShard:
     """Holds elements of the full tensor `name`, which has `shape`: a box, a range, or all.
 
     The box begins at `offset` of the full tensor, and has the sizes `box`. The shard is the box's elements in
@@ -58,9 +58,9 @@ class Shard:
     the end of the box, are padding. With `optimizer` the shard is the state that the optimizer has for
     `tensor`. Shards of two ranks must be equal or apart; others are `is_copy`, loaded and not saved.
 
-        Shard("model/weight", weight)                                       all of it, as every rank
-        Shard("model/weight", columns, (4, 6), offset=(0, 3))               the box above
-        Shard("model/weight", flat, (4, 6), (0, 3), box=(4, 3), start=6)    ZeRO's range of the box
+        StateShard("model/weight", weight)                                       all of it, as every rank
+        StateShard("model/weight", columns, (4, 6), offset=(0, 3))               the box above
+        StateShard("model/weight", flat, (4, 6), (0, 3), box=(4, 3), start=6)    ZeRO's range of the box
     """
 
     name: str
@@ -108,23 +108,27 @@ def write(tensor: Tensor, start: int, elements: Tensor) -> None:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def shards_of(name: str, trained: Tensor, optimizer: Optimizer | None, **where: Any) -> Iterator[Shard]:
+def trained_shards(
+    name: str, trained: Tensor, optimizer: Optimizer | None, **where: Any
+) -> Iterator[StateShard]:
     """Yield the shard of a parameter that `optimizer` updates as `trained`, and that of its state.
 
-    `where` are the fields of Shard that say which elements `trained` has.
+    `where` are the fields of StateShard that say which elements `trained` has.
     """
-    yield Shard(f"model/{name}", _local(trained), **where)
+    yield StateShard(f"model/{name}", _local(trained), **where)
     if optimizer is not None and trained.requires_grad:
-        yield Shard(f"optimizer/{name}", trained, **where, optimizer=optimizer)
+        yield StateShard(f"optimizer/{name}", trained, **where, optimizer=optimizer)
 
 
-def buffer_shards(module: nn.Module) -> Iterator[Shard]:
+def buffer_shards(module: nn.Module) -> Iterator[StateShard]:
     """Yield the shards of the buffers that the module's state dict has."""
     saved = module.state_dict().keys()
-    yield from (Shard(f"buffer/{name}", buffer) for name, buffer in module.named_buffers() if name in saved)
+    yield from (
+        StateShard(f"buffer/{name}", buffer) for name, buffer in module.named_buffers() if name in saved
+    )
 
 
-def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
+def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[StateShard]:
     """Return the shards of a model that each rank has in full, or whose parameters are DTensors."""
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
     updated = {p for group in optimizer.param_groups if group.get("lr", 1) for p in group["params"]}
@@ -139,7 +143,7 @@ def plain_shards(model: nn.Module, optimizer: Optimizer) -> list[Shard]:
         where = {}
         if isinstance(parameter, DTensor):
             where = {"shape": parameter.shape, "offset": parameter.__create_chunk_list__()[0].offsets}
-        shards += shards_of(name, parameter, optimizer, **where)
+        shards += trained_shards(name, parameter, optimizer, **where)
     return shards
 
 
@@ -150,9 +154,9 @@ def _local(tensor: Tensor) -> Tensor:
 # An optimizer has tensors and numbers for each parameter, and numbers for each group of parameters.
 
 
-def tensors_and_numbers(shards: Iterable[Shard]) -> tuple[list[Shard], dict[str, Any]]:
+def tensors_and_numbers(shards: Iterable[StateShard]) -> tuple[list[StateShard], dict[str, Any]]:
     """Return the shards of tensors to save, with those of the optimizer's state, and the state's numbers."""
-    tensors: list[Shard] = []
+    tensors: list[StateShard] = []
     numbers: dict[str, Any] = {}
     for shard in (shard for shard in shards if not shard.is_copy):
         if (optimizer := shard.optimizer) is None:
@@ -180,21 +184,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _state_name(shard: Shard, kind: str) -> str:
+def _state_name(shard: StateShard, kind: str) -> str:
     return shard.name.replace("/", f"/{kind}/", 1)
 
 
-def _state_shard(shard: Shard, kind: str, value: Tensor) -> Shard:
+def _state_shard(shard: StateShard, kind: str, value: Tensor) -> StateShard:
     """Return the shard of a tensor in a parameter's state: a moment, or the same for all elements."""
     name = _state_name(shard, kind)
     if value.dim() and value.shape == shard.tensor.shape:
         return dataclasses.replace(shard, name=name, tensor=_local(value), optimizer=None)
-    return Shard(name, value)
+    return StateShard(name, value)
 
 
 def tensors_to_load(
-    shards: Iterable[Shard], saved: dict[str, list[Place]], numbers: dict[str, Any]
-) -> Iterator[Shard]:
+    shards: Iterable[StateShard], saved: dict[str, list[Place]], numbers: dict[str, Any]
+) -> Iterator[StateShard]:
     """Yield the shards of tensors to fill. The optimizer gets new state, of the kinds that were saved."""
     kinds = sorted({name.split("/")[1] for name in (*saved, *numbers) if name.startswith("optimizer/")})
     for shard in shards:
@@ -214,7 +218,7 @@ def tensors_to_load(
                 yield _state_shard(shard, kind, state[kind])
 
 
-def _zeros_like(saved: Place, kind: str, shard: Shard) -> Tensor:
+def _zeros_like(saved: Place, kind: str, shard: StateShard) -> Tensor:
     dtype, options = getattr(torch, saved.dtype), shard.optimizer.defaults  # type: ignore[union-attr]
     if list(saved.shape) == list(shard.shape or shard.tensor.shape) != []:
         return torch.zeros_like(shard.tensor, dtype=dtype)

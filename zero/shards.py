@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from training.state_shards import Shard, buffer_shards, shards_of
+from training.state_shards import StateShard, buffer_shards, trained_shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +30,10 @@ class ParameterShard:
     start: int
     tensor: nn.Parameter
 
-    def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[Shard]:
+    def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[StateShard]:
         """Yield, for a checkpoint, the shards of the parameter and of the optimizer's state."""
         full = self.parameter.shape
-        return shards_of(name, self.tensor, optimizer, shape=full, box=full, start=self.start)
+        return trained_shards(name, self.tensor, optimizer, shape=full, box=full, start=self.start)
 
 
 class FlatLayout:
@@ -89,11 +89,13 @@ class FlatLayout:
             one.tensor.grad = total
 
 
-def checkpointed(model: nn.Module, shards: Sequence[ParameterShard], optimizer: Optimizer) -> list[Shard]:
+def checkpointed(
+    model: nn.Module, shards: Sequence[ParameterShard], optimizer: Optimizer
+) -> list[StateShard]:
     """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) gives parameters other names
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = [Shard(f"model/{name}", parameter.detach()) for parameter, name in names.items()]
+    found = [StateShard(f"model/{name}", parameter.detach()) for parameter, name in names.items()]
     found += buffer_shards(model)
     for shard in shards:
         _, *state = shard.checkpointed(names[shard.parameter], optimizer)

@@ -52,7 +52,7 @@ from training.arguments import ZeroArgs
 from training.clipping import clip_grad_norm_
 from training.guard import guarded
 from training.run import Run
-from training.state_shards import Shard
+from training.state_shards import StateShard
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, checkpointed
 
@@ -112,7 +112,7 @@ class ShardOptimizer(Optimizer):
         self.finish_gradient_sync()
         return clip_grad_norm_([shard.tensor for shard in self.parameter_shards], max_norm, [self.group])
 
-    def shards(self, model: nn.Module) -> list[Shard]:
+    def shards(self, model: nn.Module) -> list[StateShard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
         return checkpointed(model, self.parameter_shards, self)
 

@@ -61,7 +61,7 @@ from training.clipping import clip_grad_norm_
 from training.gradients import is_in_backward
 from training.guard import guarded
 from training.run import Run
-from training.state_shards import Shard, buffer_shards
+from training.state_shards import StateShard, buffer_shards
 from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
@@ -247,7 +247,7 @@ class ShardedModule(nn.Module):
             "Shards cannot be copied with their hooks: copy the full_state_dict() of all ranks."
         )
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[Shard]:
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
         names, found = self.names(), [*buffer_shards(self.module)]
         for shard in self.parameter_shards:

@@ -72,7 +72,7 @@ mutant(
         "After a resume the loss jumps: each rank's optimizer state was saved as that of a "
         "parameter's first shard."
     ),
-    target="training.state_shards.shards_of",
+    target="training.state_shards.trained_shards",
     changes={"trained, **where, optimizer=": 'trained, where.get("shape"), optimizer='},
     killer=CHECKPOINT + "test_the_state_of_an_optimizer_lies_where_its_parameter_does",
     fails_with="leave out some of its elements",

@@ -16,7 +16,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, gpt
 from training.checkpoint import Checkpoints, fill, read_manifest
-from training.state_shards import Shard
+from training.state_shards import StateShard
 
 MOE = MoEConfig(4, 2)
 ROWS, STEPS = 8, 2
@@ -49,7 +49,7 @@ def saved_in(folder: Path) -> dict[str, Tensor]:
         name: torch.empty(places[0].shape, dtype=getattr(torch, places[0].dtype))
         for name, places in found.tensors.items()
     }
-    fill(found, [Shard(name, tensor) for name, tensor in full.items()])
+    fill(found, [StateShard(name, tensor) for name, tensor in full.items()])
     return full
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from training.checkpoint import Checkpoints, complete_steps
-from training.state_shards import Shard
+from training.state_shards import StateShard
 
 
 class Evil:
@@ -33,7 +33,7 @@ def full(name: str, value: float) -> Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + value + 1000 * len(name)
 
 
-def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) -> list[Shard]:
+def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) -> list[StateShard]:
     """Return what a rank has: boxes of `tensor` parallel ranks, cut among the others into flat ranges.
 
     With `tensor` = 0 every rank has all in full, the filter with permuted strides.
@@ -41,7 +41,7 @@ def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) ->
     if tensor == 0:
         permuted = full("model/filter", value).permute(2, 0, 1).contiguous().permute(1, 2, 0)
         own = {name: full(name, value) for name in SHAPES} | {"model/filter": permuted}
-        return [Shard(name, one) for name, one in own.items()]
+        return [StateShard(name, one) for name, one in own.items()]
     column, row = rank % tensor, rank // tensor
     rows = world_size // tensor
     shards = []
@@ -53,11 +53,11 @@ def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) ->
             offset[dim], box[dim] = column * each, each
             whole = whole.split(each, dim)[column] if offset[dim] < shape[dim] else whole.narrow(dim, 0, 0)
         if not shape:
-            shards.append(Shard(name, whole))
+            shards.append(StateShard(name, whole))
             continue
         flat = torch.cat([whole.reshape(-1), torch.full((math.prod(box) - whole.numel(),), -7.0)])
         start, end = (place * len(flat) // rows for place in (row, row + 1))
-        shards.append(Shard(name, flat[start:end], shape, offset, box, start))
+        shards.append(StateShard(name, flat[start:end], shape, offset, box, start))
     return shards
 
 

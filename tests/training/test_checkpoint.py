@@ -20,7 +20,7 @@ from lab.ranks import run_ranks
 from tests.training.checkpoint_toys import Evil, full, load, load_step, refusal, save, shards_of_rank
 from training import checkpoint
 from training.checkpoint import Checkpoints, claim, complete_steps, fill, read_manifest
-from training.state_shards import Shard, buffer_shards, plain_shards, shards_of
+from training.state_shards import StateShard, buffer_shards, plain_shards, trained_shards
 from zero.train_zero1 import ZeroOptimizer
 
 
@@ -42,14 +42,14 @@ def test_a_shard_takes_its_elements_of_a_full_tensor_whatever_the_strides_are():
         (torch.zeros(2, 2), {"offset": (3, 1)}, [20, 21, 0, 0]),  # the last row is padding
         (torch.zeros(5), {"offset": (1, 2), "box": (2, 2), "start": 1}, [10, 15, 16, 0, 0]),
     ):
-        Shard("x", tensor, (4, 6), **where).take_from(full)
+        StateShard("x", tensor, (4, 6), **where).take_from(full)
         assert tensor.reshape(-1).tolist() == right
 
 
 def test_ranks_that_hold_the_same_save_about_equally_much_and_nothing_twice(tmp_path):
     def work(cluster: Cluster) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(12)))
-        shards = [one for name, p in model.named_parameters() for one in shards_of(name, p, None)]
+        shards = [one for name, p in model.named_parameters() for one in trained_shards(name, p, None)]
         checkpoints = Checkpoints(tmp_path, cluster)
         checkpoints.save(1, shards)
         checkpoints.wait()
@@ -63,7 +63,7 @@ def test_ranks_that_hold_the_same_save_about_equally_much_and_nothing_twice(tmp_
 def test_what_only_some_ranks_hold_is_saved_by_one_of_them():
     def work(cluster: Cluster, folder: Path) -> None:
         own = [("router", 0), ("norm", 0), *((f"expert.{2 * (cluster.rank % 2) + i}", i) for i in range(2))]
-        shards = [Shard(f"model/{name}", torch.full((3,), float(value))) for name, value in own]
+        shards = [StateShard(f"model/{name}", torch.full((3,), float(value))) for name, value in own]
         checkpoints = Checkpoints(folder, cluster)
         checkpoints.save(1, shards)
         checkpoints.wait()
@@ -71,7 +71,7 @@ def test_what_only_some_ranks_hold_is_saved_by_one_of_them():
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(work, 4, Path(folder))
         names = ["router", "norm", *(f"expert.{i}" for i in range(4))]
-        fill(read_manifest(Path(folder), 1), [Shard(f"model/{name}", torch.zeros(3)) for name in names])
+        fill(read_manifest(Path(folder), 1), [StateShard(f"model/{name}", torch.zeros(3)) for name in names])
 
 
 def test_the_state_of_an_optimizer_lies_where_its_parameter_does():
@@ -86,7 +86,7 @@ def test_the_state_of_an_optimizer_lies_where_its_parameter_does():
         optimizer.step()
         if folder is not None:
             checkpoints = Checkpoints(folder, cluster)
-            shards = shards_of("weight", own, optimizer, shape=(2, 5), start=cluster.rank * rows)
+            shards = trained_shards("weight", own, optimizer, shape=(2, 5), start=cluster.rank * rows)
             checkpoints.save(1, shards)
             checkpoints.wait()
         return {name: value.tolist() for name, value in optimizer.state[own].items()} | {"own": own.tolist()}
@@ -94,7 +94,7 @@ def test_the_state_of_an_optimizer_lies_where_its_parameter_does():
     def resumed(cluster: Cluster, folder: Path) -> dict[str, Any]:
         own = torch.nn.Parameter(torch.zeros(2, 5))
         optimizer, checkpoints = torch.optim.AdamW([own]), Checkpoints(folder, cluster)
-        checkpoints.load(1, shards_of("weight", own, optimizer))
+        checkpoints.load(1, trained_shards("weight", own, optimizer))
         state = {name: value.reshape(-1) for name, value in optimizer.state[own].items()}
         return {name: value.tolist() for name, value in (state | {"own": own.view(-1)}).items()}
 
@@ -115,7 +115,7 @@ def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
 
         checkpoints = Checkpoints(folder, cluster)
         with mock.patch.object(checkpoint, "write_manifest", slowly):
-            checkpoints.save(1, [Shard("model/x", torch.ones(3))])
+            checkpoints.save(1, [StateShard("model/x", torch.ones(3))])
             checkpoints.wait()
         return complete_steps(folder) == [1]
 
@@ -160,7 +160,7 @@ def test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_chan
 
         checkpoints = Checkpoints(folder, cluster)
         x, data = torch.full((1, 100), 1.0), {"epoch": 0, "next_batch": 7}
-        shards = [Shard("model/x", x, (2, 100), (cluster.rank, 0))]
+        shards = [StateShard("model/x", x, (2, 100), (cluster.rank, 0))]
         with mock.patch.object(Checkpoints, "_write", slow):
             checkpoints.save(1, shards, {"data": data})
             x.add_(1)  # the training continues
@@ -205,7 +205,7 @@ def test_a_write_that_fails_is_named_by_all_ranks_at_the_next_save(tmp_path):
         checkpoints = Checkpoints(tmp_path, cluster)
         if cluster.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-        shards = [Shard("model/x", torch.zeros(1000), (2000,), offset=(1000 * cluster.rank,))]
+        shards = [StateShard("model/x", torch.zeros(1000), (2000,), offset=(1000 * cluster.rank,))]
         checkpoints.save(1, shards)
         return refusal(checkpoints.save, 2, shards)
 
@@ -262,11 +262,11 @@ def test_a_checkpoint_of_another_format_or_model_is_refused_by_all_ranks(tmp_pat
     folder, shards, x = tmp_path / "step-1", shards_of_rank(0, 1, 0.0, 0), full("model/weight", 0)
     cases = [
         (
-            [Shard("model/weight", x[:5]), *shards[1:]],
+            [StateShard("model/weight", x[:5]), *shards[1:]],
             "has the shape [6, 12] for model/weight, and this run has the shape [5, 12]",
         ),
         (
-            [*shards, Shard("model/other", x)],
+            [*shards, StateShard("model/other", x)],
             "it has nothing for model/other, and this run has the shape [6, 12]",
         ),
         (shards[:3], "is of another model: it has optimizer/step/bias, and this run does not"),
@@ -292,7 +292,7 @@ def test_shards_that_leave_an_element_out_or_overlap_make_no_checkpoint(tmp_path
         x, said = torch.zeros(5), []
         for starts in ((0, 6), (0, 4)):
             checkpoints = Checkpoints(tmp_path, cluster)
-            shards = [Shard("model/x", x, (10,), box=(10,), start=starts[cluster.rank])]
+            shards = [StateShard("model/x", x, (10,), box=(10,), start=starts[cluster.rank])]
             said.append(refusal(checkpoints.save, 1, shards))
         return said
 
@@ -408,7 +408,7 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(tmp_
         adam.state[model.weight]["history"] = [torch.zeros(3)]
         assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, plain_shards(model, adam))
         adam.state[model.weight]["history"] = torch.zeros(7)
-        divided = shards_of("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
+        divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
         assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
 
     run_ranks(work, 2)
@@ -422,7 +422,9 @@ def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(tmp_pat
             if step and cluster.rank:
                 block(torch.ones(3)).sum().backward()
                 optimizer.step()
-            own = [shards_of(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()]
+            own = [
+                trained_shards(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()
+            ]
             checkpoints.save(step, [shard for shards in own for shard in shards])
         checkpoints.wait()
         return [len(checkpoints.find(step).tensors) for step in range(2)]
@@ -450,9 +452,9 @@ def test_a_model_whose_dtype_changes_between_two_saves_is_saved_in_the_new_one(t
     def work(cluster: Cluster) -> None:
         checkpoints, third = Checkpoints(tmp_path, cluster), torch.tensor([1 / 3], dtype=torch.complex128)
         for x in (third.real.bfloat16(), third.real.float(), third.real, third):
-            checkpoints.save(1, [Shard("model/x", x)])
+            checkpoints.save(1, [StateShard("model/x", x)])
             loaded = torch.zeros_like(x)
-            checkpoints.load(1, [Shard("model/x", loaded)])
+            checkpoints.load(1, [StateShard("model/x", loaded)])
             assert torch.equal(loaded, x)
 
     run_ranks(work, 1)
@@ -462,7 +464,7 @@ def test_a_disk_that_hangs_on_one_rank_is_waited_for_no_longer_than_a_peer(tmp_p
     def work(cluster: Cluster) -> str:
         checkpoints = Checkpoints(tmp_path, cluster)
         with mock.patch.object(checkpoint, "write_tensors", lambda *_: time.sleep(8 * cluster.rank)):
-            checkpoints.save(1, [Shard(f"model/{cluster.rank}", torch.ones(3))])
+            checkpoints.save(1, [StateShard(f"model/{cluster.rank}", torch.ones(3))])
             return refusal(checkpoints.wait)
 
     said = run_ranks(work, 2, group_timeout=1.0, timeout=30)

@@ -12,7 +12,7 @@ from lab.ranks import RankError, run_ranks
 from tests.training.attempts import STEPS, train
 from training.checkpoint import Checkpoints, complete_steps
 from training.finite import not_finite
-from training.state_shards import Shard
+from training.state_shards import StateShard
 
 
 @pytest.mark.parametrize("mode", ["naive", "zero3"])
@@ -38,9 +38,9 @@ def test_one_number_is_enough(number: float):
 def test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays():
     def work(cluster: Cluster) -> str:
         checkpoints, weight = Checkpoints(folder, cluster, keep=1), torch.ones(4)
-        checkpoints.save(1, [Shard("model/weight", weight)])
+        checkpoints.save(1, [StateShard("model/weight", weight)])
         weight[cluster.rank] = torch.inf
-        checkpoints.save(2, [Shard("model/weight", weight)])
+        checkpoints.save(2, [StateShard("model/weight", weight)])
         try:
             checkpoints.wait()
         except WorkbookError as refusal:
