@@ -13,6 +13,7 @@ a tied parameter is given once, by its first name. Ranks that hold the same elem
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class StateShard:
     is_copy: bool = False
     optimizer: Optimizer | None = None
 
-    @property
+    @functools.cached_property
     def place(self) -> Place:
         """Return which elements these are."""
         shape = tuple(self.tensor.shape if self.shape is None else self.shape)
