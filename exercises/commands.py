@@ -114,27 +114,24 @@ def check(space: Workspace, options: argparse.Namespace) -> int:
 def grade_aloud(exercise: Exercise, file: Path) -> Grade:
     """Print what each test says as soon as it has ended, and then the grade.
 
-    The first test that fails is explained in full, and so is at the end the one that says most.
+    The first test that fails is explained in full, and of the others it is said what differs.
     """
-    tested: list[Explanation | None] = []
+    reasons: list[str] = []  # for each test, what differs, or ""
 
     def tell(test: str, found: Explanation | None) -> None:
-        tested.append(found)
+        number = f"test {len(reasons) + 1} of {len(exercise.tests)}"
         verdict = "[red]wrong[/]" if found else "[green]right[/]"
-        console.print(f"test {len(tested)} of {len(exercise.tests)} {verdict}: {escape(words_of(test))}")
-        if found and not any(tested[:-1]):
+        console.print(f"{number} {verdict}: {escape(words_of(test))}")
+        if found and not any(reasons):
             explain(found.sentence, found.drawing)
         elif found:
-            told = found.reason in [one.reason for one in tested[:-1] if one]
-            explain("", "for the same reason" if told else found.reason)
+            explain("", "for the same reason" if found.reason in reasons else found.reason)
+        reasons.append(found.reason if found else "")
 
     result = grade(exercise, file, tell)
     colour = "green" if result.state == PASSED else "red"
-    is_new = result.sentence not in [one.sentence for one in tested if one][:1]
-    told = result.sentence if is_new else f"{len(result.passed)} of {len(exercise.tests)} tests pass."
+    told = f"{len(result.passed)} of {len(exercise.tests)} tests pass." if any(reasons) else result.sentence
     console.print(f"[{colour}]{result.name}: {result.state}[/]  {escape(told)}")
-    if is_new:
-        explain("", result.drawing)
     if result.printed:
         explain("Your code printed:", cut(result.printed))
     return result

@@ -13,9 +13,7 @@ from exercises.generate import missing
 
 _CELL = r"[^\s\"]*/ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>"
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
-_OF_CODE = ("TypeError", "AttributeError", "KeyError", "IndexError", "ValueError")
 _HANGS = "no answer within"
-_FACTOR = re.compile(r"(\S+) times what it should be")
 
 
 class OwnCode(NamedTuple):
@@ -63,48 +61,26 @@ class Explanation(NamedTuple):
 def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation:
     """Explain a failed test, from its message (run_tests.py)."""
     failure = test["failure"]
-    text, trace = failure["text"], failure["trace"]
+    text, rank = failure["text"], failure["rank"]
+    trace = failure["trace"] if rank is None else text
     for unwritten in (missing(exercise, target) for target in exercise.targets):
         if "NotImplementedError" in trace and unwritten in trace:
             return Explanation("unsolved", unwritten, reason=unwritten)
-    in_test = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold'
-    cause = f" {failure['cause']}" if failure["cause"] else ""
-    if text.startswith(_HANGS):
+    if hangs := text.startswith(_HANGS):
         reason = _hang(own_code(file), text)
-        cause = cause if reason.startswith("the ranks wait") else ""
-        return Explanation("hangs", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
-    rank = failure["rank"]
-    if rank is not None and " failed:\n" not in text:
+    elif rank is not None and " failed:\n" not in text:  # it was killed
         reason = text.splitlines()[0]
-        return Explanation("failed", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
-    at = own_code(file).line_in_traceback(text if rank is not None else trace)
-    where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
-    error = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
-    if not (at or cause or failure["difference"]) and _is_of_code(failure["type"], text):
-        line = _outside(text if rank is not None else trace)
-        cause = f" The error is outside of your function{line}: look at what it returns or leaves out."
-    reason = f"{where and where + ': '}{error}{'' if error.endswith(('.', '?', '!')) else '.'}"
-    return Explanation("failed", f"{in_test}: {reason}{cause}", failure["drawing"], reason)
-
-
-def most_telling(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the failed test to explain: the first, unless only a later one tells a factor or a cause.
-
-    A hang says less than an assertion that has failed without ranks, so it comes after those.
-    """
-    ended = [test for test in failures if not test["failure"]["text"].startswith(_HANGS)]
-    if ended[:1] == failures[:1] and failures[0]["failure"]["cause"]:
-        return failures[0]
-    found = [test for test in failures if _FACTOR.search(test["failure"]["difference"] or "")]
-    found += [test for test in ended if test["failure"]["cause"]]
-    if len(ended) < len(failures):
-        found += [test for test in ended if _is_of_one_process(test["failure"])]
-    found += [test for test in failures if test["failure"]["cause"]]
-    return [*found, *failures][0]
-
-
-def _is_of_one_process(failure: dict[str, Any]) -> bool:
-    return failure["rank"] is None and failure["type"] == "AssertionError"
+    else:
+        at = own_code(file).line_in_traceback(trace)
+        told = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
+        if not at and not failure["difference"]:
+            told += _outside(trace)
+        where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
+        reason = f"{where}: {told}" if where else told
+    stop = "" if reason.endswith((".", "?", "!")) else "."
+    sentence = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold: {reason}{stop}'
+    told = " ".join(filter(None, (sentence, failure["cause"])))
+    return Explanation("hangs" if hangs else "failed", told, failure["drawing"], reason + stop)
 
 
 def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
@@ -122,58 +98,33 @@ def name_of(test: str) -> str:
 
 
 def _error(text: str) -> str:
-    """Return the error of a rank's traceback: its class and the lines that say what differs."""
-    found = None
+    """Return the error at the end of a rank's traceback: its class and its text."""
     own = text.split("\nAfterwards also: ")[0]
-    for found in _ERROR_LINE.finditer(own):  # noqa: B007
-        pass
-    return _named(found[1], own[found.start() :].partition(": ")[2]) if found else own.splitlines()[-1]
+    found = [*_ERROR_LINE.finditer(own)]
+    return _named(found[-1][1], own[found[-1].end() :]) if found else own.splitlines()[-1]
 
 
 def _named(kind: str, text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    if not lines:
-        return f"{kind}."
-    if lines[0].startswith("DID NOT RAISE"):
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if text.startswith("DID NOT RAISE"):
         return "there was no error"
-    if lines[0].startswith("Regex pattern did not match"):
-        expected, got = (line.partition(": ")[2] for line in lines[1:3])
-        return f"the error should say {expected}, and says {got}"
-    if kind == "AssertionError" and (sides := re.match(r"assert (.+) == (.+)", lines[0])):
-        return f"expected {sides[2]}, got {sides[1]}"
-    wanted = [line for line in lines[1:4] if line.startswith(("Mismatched", "Greatest", "Expected"))]
-    text = "; ".join([*lines[:1], *wanted])
-    return text if kind in ("AssertionError", "Failed") else f"{kind}: {text}"
+    text = "; ".join(lines[:4])
+    return text if text and kind in ("AssertionError", "Failed") else f"{kind}: {text}" if text else kind
 
 
 def _outside(trace: str) -> str:
     """Return the innermost line of a traceback: ", in `with model.no_sync():` (line 12 of cases.py)"."""
     found = re.findall(r'File "[^"]*?([^/"]+)", line (\d+), in .*\n\s+(\S.*)', trace)
-    return ", in `{2}` (line {1} of {0})".format(*found[-1]) if found else ""
-
-
-def _is_of_code(kind: str, text: str) -> bool:
-    """Return whether the error is one that Python raises where a value is not as the code expects it."""
-    return any(f"{name}: " in f"{kind}: {text}" for name in _OF_CODE)
+    return ", outside of your function in `{2}` (line {1} of {0})".format(*found[-1]) if found else ""
 
 
 def _hang(own: OwnCode, text: str) -> str:
-    """Return what the report of a hang says: which ranks compute without an end, or wait for one another."""
+    """Return what the report of a hang says: a rank computes without an end, or ranks wait for each other."""
     blocks = re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]
-    computing = [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]
-    if not computing:
-        return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}."
-    places: dict[str, list[str]] = {}
-    for block in computing:
-        rank, _, at = _place(own, block).removeprefix("rank ").partition(" ")
-        places.setdefault(at, []).append(rank)
-    told = [f"{_ranks(ranks)} still computing {at}" for at, ranks in places.items()]
-    return f"{', and '.join(told)}: look for a loop without an end."
-
-
-def _ranks(numbers: list[str]) -> str:
-    *others, last = numbers
-    return f"ranks {', '.join(others)} and {last} are" if others else f"rank {last} is"
+    if computing := [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]:
+        rank, _, at = _place(own, computing[0]).removeprefix("rank ").partition(" ")
+        return f"rank {rank} is still computing {at}: look for a loop without an end."
+    return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}."
 
 
 def _place(own: OwnCode, block: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exercises.catalog import Exercise
-from exercises.checker.explain import Explanation, explain, load_error, most_telling, name_of
+from exercises.checker.explain import Explanation, explain, load_error, name_of
 from exercises.checker.inspect_file import problem_of
 from exercises.checker.process import Tests
 from exercises.find_the_bug import Bug
@@ -28,7 +28,7 @@ Tell = Callable[[str, Explanation | None], None]
 class Grade:
     """The outcome of one check. `passed` and `failed` are test ids; a test that did not run has failed.
 
-    `sentence` explains one failed test, and `reasons` says in short what differs in each of the others.
+    `sentence` explains the first failed test, and `reasons` says in short what differs in each of the others.
     `drawing` shows a wrong schedule with the wrong cell marked, or the ranks that wait for each other, and
     `printed` what the code printed in the failed test, with each line's rank.
     `is_beyond` tells of a right solution whether it meets its target beyond correctness; None: it has none.
@@ -96,10 +96,10 @@ def _graded(exercise: Exercise, file: Path, found: list[dict[str, Any]], state: 
     drawing, printed, reasons = "", "", {}
     beyond = told.get("beyond") or {"is_met": None, "sentence": ""}
     if failures:
-        failed = most_telling(failures)
-        state, sentence, drawing, _ = explain(exercise, file, failed)
-        reasons = {test["id"]: explain(exercise, file, test).reason for test in failures if test != failed}
-        printed = failed["failure"].get("printed", "")
+        first, *others = failures
+        state, sentence, drawing, _ = explain(exercise, file, first)
+        reasons = {test["id"]: explain(exercise, file, test).reason for test in others}
+        printed = first["failure"].get("printed", "")
     elif not missing:
         verb = "is fixed" if isinstance(exercise, Bug) else "is right"
         sentence = f"{exercise.title} {verb}: {_agreement(passed)}. {beyond['sentence']}"

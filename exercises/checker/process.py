@@ -38,9 +38,9 @@ def warm_up(exercise: Exercise) -> None:
     if server._forkserver_pid is None:
         _lesson = exercise.folder
     tests = dict.fromkeys(test.partition(".py::")[0].replace("/", ".") for test in exercise.tests)
-    modules = ["exercises.checker.run_tests", exercise.module, *tests]
-    if not exercise.module.startswith("comm."):
-        modules.append("torch._dynamo")  # which the first optimizer would import
+    # The first optimizer would import torch._dynamo.
+    modules = [] if exercise.module.startswith("comm.") else ["torch._dynamo"]
+    modules += ["exercises.checker.watched", "exercises.checker.run_tests", exercise.module, *tests]
     with main_module_hidden():
         _context.set_forkserver_preload(modules)
         forkserver.ensure_running()
@@ -83,6 +83,7 @@ def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> N
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     # This process has been forked from the server, and its ranks are, too: it must not start another one.
     server.ensure_running = forkserver.ensure_running = lambda: None
+    import exercises.checker.watched  # noqa: F401  # before the tests
     from exercises.checker.run_tests import run_tests
 
     run_tests(exercise, file, pipe.send, seconds)

@@ -19,8 +19,6 @@ from typing import IO, Any
 import cloudpickle
 import pytest
 import torch
-from _pytest.assertion import install_importhook
-from _pytest.config import _prepareconfig
 from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
@@ -90,14 +88,6 @@ def _arguments(function: Any, identity: str) -> dict[str, object]:
     return {mark.args[0]: dict(zip(names, values, strict=True))[identity]}
 
 
-def keep_what_assertions_compare(exercise: Exercise) -> None:
-    """Import the tests again as pytest does, so that the values of a failed assertion can be told."""
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    install_importhook(_prepareconfig(["--noconftest", "-p", "no:cacheprovider"]))
-    for test in exercise.tests:
-        sys.modules.pop(_module_of(test), None)
-
-
 def _module_of(test: str) -> str:
     return test.partition(".py::")[0].replace("/", ".")
 
@@ -116,7 +106,6 @@ def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], N
     settings.register_profile("graded", graded, database=None, derandomize=True)
     settings.load_profile("graded")
     set_hypothesis_home_dir(os.devnull)  # where no folder can be made
-    keep_what_assertions_compare(exercise)
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import reprlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -45,22 +44,15 @@ def wrong_table(original: Callable[..., Any], written: Callable[..., Any]) -> st
     return None
 
 
-def refused(got: Any, call: str) -> str:
-    """Return a sentence if the result is not a list of rows of actions, else nothing."""
-    what, cure = "", ""
-    if not isinstance(got, list | tuple):
-        what = reprlib.repr(got) if got is None else f"a `{type(got).__name__}`"
-    for rank, row in enumerate(() if what else got):
-        if not isinstance(row, list | tuple):
-            what = f"a list whose row {rank} is a `{type(row).__name__}`"
-            cure = " Append `row.actions`." if hasattr(row, "actions") else ""
-        elif odd := [one for one in row if not isinstance(one, Action)]:
-            what = f"a list whose row {rank} has {reprlib.repr(odd[0])}, a `{type(odd[0]).__name__}`"
-        if what:
-            break
-    return what and (
-        f"{call} returns {what}, and not a list with one row for each rank, of actions such as "
-        f"Action(FORWARD, microbatch, stage).{cure}"
+def refused(got: Any, call: str) -> str | None:
+    """Return a sentence if the result is not a list of rows of actions, else None."""
+    rows = got if isinstance(got, list | tuple) else [got]
+    if all(isinstance(row, list | tuple) and all(isinstance(one, Action) for one in row) for row in rows):
+        return None
+    inside = f" of `{type(got[0]).__name__}`" if rows is got else ""
+    return (
+        f"{call} returns a `{type(got).__name__}`{inside}, and must return a list with one row for each "
+        "rank: each a list of actions such as Action(FORWARD, microbatch, stage)."
     )
 
 

@@ -6,6 +6,7 @@ all tests have passed. An exercise names its target in the catalog (`beyond`). E
 measures: a rank would need a second to import all lessons.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,49 +71,24 @@ def _lower(text: str) -> str:
 
 
 def kept_activations() -> Outcome:
-    """Compare what gradient accumulation keeps for its backwards with the activations of one microbatch."""
+    """Count the microbatches of gradient accumulation whose forward has ended and whose backward has not."""
     from data_parallel.train_naive_grad_accumulation import accumulate
 
+    kept, peaks = Counter[str](), []
+
+    def end_of_forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        kept["now"] += 1
+        peaks.append(kept["now"])
+        output.register_hook(lambda gradient: kept.subtract(["now"]))
+
     model = MLP([256, 256, 256, 10])
+    model.register_forward_hook(end_of_forward)
     parts = microbatches(torch.ones(32, 256), torch.zeros(32, dtype=torch.int64), 4)
-    peaks = []
-    for each in (parts[:1], parts):
-        kept = _Kept(model)
-        with kept:
-            accumulate(model, each, num_targets=32)
-        peaks.append(kept.peak)
-    number = round(peaks[1] / peaks[0])
-    text = f"at most the activations of {number} of {len(parts)} microbatches are in memory at a time"
-    if number == 1:
+    accumulate(model, parts, num_targets=32)
+    text = f"at most the activations of {max(peaks)} of {len(parts)} microbatches are in memory at a time"
+    if max(peaks) == 1:
         return Outcome(True, f"As it should be, {text}.")
     return Outcome(False, f"Right, but wasteful: {text}. Run each backward before the next forward.")
-
-
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Count the bytes that autograd keeps, without parameters; `peak` is the most at a time."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(self._pack, lambda kept: kept.tensor)
-        self._parameters = {parameter.data_ptr() for parameter in model.parameters()}
-        self.bytes = self.peak = 0
-
-    def _pack(self, tensor: Tensor) -> "_KeptTensor":
-        size = 0 if tensor.data_ptr() in self._parameters else tensor.nbytes
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        return _KeptTensor(self, tensor.detach(), size)
-
-
-@dataclass(eq=False)
-class _KeptTensor:
-    """A tensor that autograd keeps; it counts until autograd drops it."""
-
-    counter: _Kept
-    tensor: Tensor
-    size: int
-
-    def __del__(self) -> None:
-        self.counter.bytes -= self.size
 
 
 def idle_and_held(schedule: str) -> Outcome:

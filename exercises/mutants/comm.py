@@ -20,7 +20,6 @@ mutant(
         ),
     },
     killer=COLLECTIVES_BY_HAND + "test_an_all_gather_puts_shards_in_rank_order_on_every_rank",
-    cause="wrong order",
 )
 
 mutant(
@@ -46,7 +45,6 @@ mutant(
     target="comm.algorithms.hypercube.recursive_doubling",
     changes={"wire.rank ^ distance": "wire.rank ^ 1"},
     killer=NARRATED + "test_recursive_doubling_equals_one_process",
-    cause="another partner",
 )
 
 mutant(
@@ -87,7 +85,6 @@ mutant(
     target="comm.algorithms.reduction.divide_if_mean",
     changes={"reduced.div_(ranks)": "reduced.div_(ranks).div_(ranks)"},
     killer=COLLECTIVES_BY_HAND + "test_a_mean_is_divided_by_the_number_of_ranks_once",
-    cause="divided by 3 once too often",
     symptom="With SGD training on many ranks is slow, and with Adam the loss looks normal.",
 )
 
@@ -97,7 +94,6 @@ mutant(
     target="comm.algorithms.reduction.divisor_before",
     changes={"dtype == torch.float16": "dtype == torch.bfloat16"},
     killer=ALL_REDUCE + "test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would",
-    cause="overflows to inf",
 )
 
 mutant(
@@ -119,7 +115,6 @@ mutant(
         ),
     },
     killer=COLLECTIVES_BY_HAND + "test_a_reduce_scatter_gives_each_rank_its_own_shard",
-    cause="place of its rank",
 )
 
 mutant(

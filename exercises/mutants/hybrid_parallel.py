@@ -55,7 +55,6 @@ mutant(
         ),
     },
     killer=EQUIVALENCE + "test_divided_layers_in_shards_of_zero_3_equal_one_process",
-    cause="it is that of one rank's part",
 )
 
 mutant(
@@ -73,7 +72,6 @@ mutant(
     target="hybrid_parallel.hybrid.HybridParallel._replicate",
     changes={"self.mesh.replicas": "self.mesh.data"},
     killer=NARRATED_AXES + "test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis",
-    cause="never pass from one group of ranks to the other",
     symptom="With a context axis the loss falls more slowly, and ranks end with different parameters.",
 )
 
@@ -87,7 +85,6 @@ mutant(
         ),
     },
     killer=EQUIVALENCE + "test_replicas_of_divided_tokens_equal_one_process",
-    cause="never pass from one group of ranks to the other",
 )
 
 mutant(
@@ -96,7 +93,6 @@ mutant(
     target="hybrid_parallel.clipping.counted_elsewhere",
     changes={"if pipeline is not None:\n    found |= pipeline.later_copies()": ""},
     killer=EQUIVALENCE + "test_pipelines_of_divided_layers_equal_one_process",
-    cause="Count it once",
 )
 
 mutant(

@@ -14,7 +14,6 @@ mutant(
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"= gradient.sub_(sent)": "= gradient.sub_(sent) + self.remaining.get(bucket, 0)"},
     killer=IDENTITY,
-    cause="look at what a step leaves for the next one",
 )
 
 mutant(
@@ -23,7 +22,6 @@ mutant(
     target="low_communication.train_compressed.CompressedDataParallel._average",
     changes={"if bucket in self.remaining:\n    bucket.flat += self.remaining[bucket]": ""},
     killer=IDENTITY,
-    cause="look at what a step leaves for the next one",
 )
 
 mutant(

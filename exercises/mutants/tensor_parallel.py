@@ -111,7 +111,6 @@ mutant(
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={"pattern, uncounted)": "pattern)"},
     killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
-    cause="counted on each",
 )
 
 mutant(

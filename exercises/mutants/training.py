@@ -129,7 +129,6 @@ mutant(
     target="training.data.seed_step",
     changes={"(seed, step, stream)": "(seed, step)"},
     killer=RANDOMNESS + "test_ranks_with_examples_of_their_own_draw_different_masks",
-    cause="the same again",
 )
 
 mutant(

@@ -11,7 +11,6 @@ mutant(
     target="zero.train_zero1.ZeroOptimizer.step",
     changes={"self.gather_parameters()": ""},
     killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
-    cause="new parameters gathered",
 )
 
 mutant(
@@ -64,7 +63,6 @@ mutant(
     target="zero.train_zero2.ZeroGradientOptimizer._launch",
     changes={"if len(self._in_flight) == MOST_IN_FLIGHT:\n    self._wait_for_oldest()": ""},
     killer=COSTS + "test_at_most_three_buckets_of_gradients_are_alive",
-    cause="kept",
 )
 
 mutant(
@@ -76,7 +74,6 @@ mutant(
         "bucket.gradients.untyped_storage().resize_(0)": "",
     },
     killer=COSTS + "test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else",
-    cause="kept",
 )
 
 mutant(
@@ -204,7 +201,6 @@ mutant(
     target="training.clipping.clip_grad_norm_",
     changes={"for group in groups:\n    all_reduce(total, group=group, pattern=pattern)": ""},
     killer=EQUALITY + "test_gradients_are_clipped_by_the_norm_over_all_shards",
-    cause="one rank's part",
 )
 
 mutant(

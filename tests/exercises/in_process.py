@@ -1,9 +1,13 @@
 """Solve an exercise, and grade it in this process, whose ranks have imported everything before they start."""
 
 from exercises.catalog import Exercise, name_of
+from exercises.checker.compared import compared_in
 from exercises.checker.run_tests import error_of
 from exercises.generate import generated, solution
 from exercises.lesson_source import imports, part_of
+from lab import ranks
+
+ranks.describe = compared_in
 
 
 def solved(exercise: Exercise) -> str:

@@ -1,9 +1,11 @@
 """What the checker says of a failure teaches: how far off, on which rank, and what usually causes that."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from exercises.checker.causes import Evidence, likely_cause
+from exercises.checker.causes import TABLE, Evidence, likely_cause
 from exercises.checker.compared import Compared
 from exercises.checker.failure import shown_difference
 from exercises.checker.schedule_table import LEGEND, marked, wrong_table
@@ -11,108 +13,134 @@ from lab.ranks.waiting import Wait
 from pipeline_parallel.schedules import gpipe, one_f_one_b
 
 RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)
-
-
-def on_ranks(*gots: torch.Tensor, what: str = "gradient", expected=RIGHT, name: str = "weight"):
-    return {rank: Compared(what, {name: (got, expected)}, len(gots)) for rank, got in enumerate(gots)}
-
-
 NOISE = torch.tensor([0.3, 0.1, -0.5, 2.0], dtype=torch.float64)
+FROM_2 = NOISE * torch.tensor([0, 0, 1, 1])
 
 
-MATRIX = torch.arange(1.0, 13.0, dtype=torch.float64).reshape(6, 2)
-FROM_7 = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(6, 2) * (torch.arange(12) >= 7).reshape(6, 2)
+def on_ranks(*gots: torch.Tensor, first: int = 0, size: int | None = None, expected=RIGHT, what="gradient"):
+    """Return what ranks have compared that did not get what is right, from rank `first` on."""
+    size = size or len(gots)
+    return {rank: Compared(what, {"weight": (got, expected)}, size) for rank, got in enumerate(gots, first)}
 
 
-def plain(got, expected) -> dict[int | None, Compared]:
-    return {None: Compared("got == expected", {"": (got, expected)}, None, "==", is_plain=True)}
+def seen(compared=None, test: str = "a test", text: str = "", **more) -> Evidence:
+    return Evidence(test, text, compared or {}, **more)
 
 
-# Other causes are those of mutants: end_to_end/test_mutants.py shows that the checker names them.
+def waits(*actions: str) -> Evidence:
+    """Return what is seen of ranks of which each waits for the next one, and the last one for the first."""
+    cycle = {rank: Wait(action, (rank + 1) % len(actions)) for rank, action in enumerate(actions)}
+    return seen(text="no answer within 1 s.", waits=cycle)
+
+
+def plain(got, expected, operator: str = "==", message: str = "") -> dict:
+    return {None: Compared("`assert a == b`", {"": (got, expected)}, None, True, operator, message)}
+
+
+CASES = [
+    ("schedule cell", seen(on_ranks(RIGHT * 2), table="gpipe(1, 1) ..."), "in brackets"),
+    ("deadlock cycle", waits("send 8 bytes to", "send 8 bytes to"), "sends first and none receives"),
+    ("deadlock cycle", waits("receive from", "receive from"), "receives first and none has sent"),
+    ("deadlock cycle", waits("send to", "receive from"), "in different orders"),
+    ("deadlock cycle", waits("receive a header from", "send to"), "the same collectives in the same order"),
+    ("refused", seen(text="The ranks do not fit together"), "agree on one order"),
+    ("refused", seen(text="Failed: DID NOT RAISE <class 'lab.launch.WorkbookError'>"), "with WorkbookError"),
+    ("zero", seen(on_ranks(RIGHT * 0, RIGHT * 0)), "Only zeros arrive at `weight`"),
+    ("order", seen(on_ranks(RIGHT.flip(0), RIGHT.flip(0))), "right and in the wrong order"),
+    ("mean", seen(on_ranks(RIGHT + NOISE, RIGHT - NOISE)), "their mean would be right"),
+    ("sum across ranks", seen(on_ranks(RIGHT / 2 + NOISE, RIGHT / 2 - NOISE)), "an all-reduce missing?"),
+    (
+        "own values",
+        seen(on_ranks(RIGHT + NOISE, RIGHT * 7, first=1, size=3, what="initial parameter")),
+        "Only rank 0 is right",
+    ),
+    ("factor n", seen(on_ranks(RIGHT * 3, RIGHT * 3, RIGHT * 3)), "a sum over ranks that should be a mean"),
+    ("factor n", seen(on_ranks(RIGHT * 4, RIGHT * 4)), "once too often for each microbatch or part"),
+    ("factor 1/n", seen(on_ranks(RIGHT / 5, RIGHT / 5)), "only one of 5 parts is used"),
+    ("factor 1/n", seen(on_ranks(RIGHT / 2, RIGHT / 2)), "divided by their number once too often"),
+    (
+        "missing microbatch",
+        seen(on_ranks(RIGHT + NOISE, RIGHT + NOISE), "gradients of microbatches add up"),
+        "is only the last one used",
+    ),
+    ("shard boundary", seen(on_ranks(RIGHT + FROM_2, RIGHT + FROM_2)), "as those of one shard do"),
+]
+
+
+@pytest.mark.parametrize("cause, evidence, words", CASES)
+def test_each_cause_is_named_where_it_fits_and_is_the_first_that_does(cause, evidence, words):
+    assert words in likely_cause(evidence)
+    assert next(name for name, fits, _ in TABLE if fits(evidence)) == cause
+
+
+def test_the_table_has_at_most_twelve_causes_and_a_case_of_each():
+    assert [name for name, _, _ in TABLE] == list(dict.fromkeys(cause for cause, _, _ in CASES))
+    assert len(TABLE) <= 12
+
+
 @pytest.mark.parametrize(
-    "compared, words",
+    "evidence",
     [
-        (on_ranks(RIGHT / 5, RIGHT / 5), "only one of 5 parts is used"),
-        (on_ranks(-RIGHT, -RIGHT), "The sign is wrong"),
-        (on_ranks(RIGHT + NOISE, RIGHT - NOISE), "their mean would be right"),
-        (on_ranks(RIGHT / 2 + NOISE, RIGHT / 2 - NOISE), "Is an all-reduce missing?"),
-        (on_ranks(RIGHT + NOISE, RIGHT + 2 * NOISE, what="output"), "end with different values"),
-        (on_ranks(RIGHT * torch.tensor([2, 2, 4, 4]), RIGHT), "is each round or hop adding"),
-        (on_ranks(RIGHT * 1.0001 + 1e-4, RIGHT), "right but for rounding"),
-        (on_ranks(MATRIX + FROM_7, expected=MATRIX), "right up to element 6 and wrong from element 7 on"),
-        (on_ranks(RIGHT + torch.tensor([0, 1, 2.5, 0]), expected=RIGHT), "A part of `weight` is wrong"),
-        ({0: Compared("", {"a": (NOISE, RIGHT), "b": (RIGHT, NOISE)}, 2)}, "`a` has what belongs to `b`"),
-        (plain([1], [1, 2]), "There are 1 where 2 are due: is something left out"),
+        seen(text="ZeroDivisionError: division by zero"),
+        seen(plain(["a"], ["b"])),
+        seen(plain(4, 2)),
+        seen(on_ranks(RIGHT + NOISE, RIGHT + NOISE)),  # all ranks have the same wrong values
+        seen(on_ranks(RIGHT * 1.5, RIGHT * 1.5)),
+        seen(on_ranks(RIGHT * 2, RIGHT / 2)),  # another factor on each rank
+        seen(waits=({1: Wait("receive from", 0)})),  # rank 0 has ended, so there is no cycle
     ],
 )
-def test_the_likely_cause_follows_from_the_numbers(compared, words):
-    assert words in likely_cause(Evidence("a test", "", compared))
-
-
-def test_the_text_of_an_error_and_the_name_of_a_test_are_evidence_too():
-    refused = Evidence("a test", "Failed: DID NOT RAISE any of (WorkbookError, X)")
-    assert "refuse it with WorkbookError" in likely_cause(refused)
-    assert "agree on one order" in likely_cause(Evidence("a test", "The ranks do not fit together"))
-    waited = "rank {} could not send to rank {}: it waited until the timeout; "
-    assert "A deadlock" in likely_cause(Evidence("a test", waited.format(0, 1) + waited.format(1, 0)))
-    found = on_ranks(RIGHT + NOISE, RIGHT + NOISE)
-    assert "only the last one used" in likely_cause(Evidence("gradients of microbatches add up", "", found))
+def test_nothing_is_guessed_where_no_cause_fits(evidence):
+    assert likely_cause(evidence) is None
 
 
 @pytest.mark.parametrize(
-    "waits, words",
+    "got, words",
     [
-        ({0: Wait("send 8 bytes to", 1), 1: Wait("send 8 bytes to", 0)}, "sends first and none receives"),
-        ({0: Wait("receive from", 1), 1: Wait("receive from", 0)}, "receives first and none has sent"),
-        ({0: Wait("send to", 1), 1: Wait("receive from", 0)}, "in different orders"),
-        ({0: Wait("receive a header from", 1), 1: Wait("send to", 0)}, "the same collectives in the same"),
-        ({1: Wait("receive from", 0)}, "rank 0 never takes part"),
+        (RIGHT * 2, "2 times what it should be (element [3]: got 10, expected 5)"),
+        (None, "it is None, and a tensor is expected"),
+        (RIGHT * 0, "there are only zeros (element [3]: got 0, expected 5)"),
+        (RIGHT / 0, "inf or nan (element [0]: got inf, expected 1)"),
+        (RIGHT[:2], "shape (2,) instead of (4,)"),
+        (RIGHT.flip(0), "the right numbers in another order (element [1]: got 3, expected -2)"),
+        (RIGHT + FROM_2, "wrong from element 2 on, and right elsewhere (element [3]: got 7, expected 5)"),
+        (RIGHT + NOISE * torch.tensor([1, 0, 1, 0]), "wrong in 2 of 4 elements (element [2]: got 2.5, "),
+        (RIGHT + NOISE, "off by 2, where the largest is 5 (element [3]: got 7, expected 5)"),
     ],
 )
-def test_the_cause_of_a_deadlock_follows_from_who_waits_for_whom(waits, words):
-    assert words in likely_cause(Evidence("a test", "no answer within 1 s.", waits=waits))
+def test_what_was_seen_is_said_with_the_value_the_element_and_both_numbers(got, words):
+    assert shown_difference(on_ranks(got, first=2, size=3), 2).startswith(f"gradient `weight`: {words}")
 
 
-def test_nothing_is_guessed_where_nothing_is_known():
-    assert likely_cause(Evidence("a test", "ZeroDivisionError: division by zero")) is None
-    assert likely_cause(Evidence("a test", "", plain(["a"], ["b"]))) is None
+def test_of_several_wrong_values_the_clearest_is_shown_and_the_others_are_counted():
+    pairs = {"bias": (NOISE, RIGHT), "weight": (RIGHT * 2, RIGHT), "scale": (RIGHT, RIGHT)}
+    said = shown_difference({2: Compared("gradient of naive", pairs, 3)}, 2)
+    assert said.startswith("gradient of naive `weight`: 2 times") and said.endswith("; 1 more differ")
 
 
-def test_a_difference_names_the_value_the_element_and_both_numbers():
-    compared = {2: Compared("gradient of naive", {"bias": (NOISE, NOISE), "weight": (RIGHT * 2, RIGHT)}, 3)}
-    assert shown_difference(compared, 2) == (
-        "gradient of naive `weight`: 2 times what it should be (element [3]: got 10, expected 5)"
-    )
-    none = Compared("initial buffer", {"scale": (None, RIGHT)}, 2)
-    assert shown_difference({1: none}, 1) == "initial buffer `scale`: it is None, and a tensor is expected"
+@dataclass(frozen=True)
+class Sent:
+    bytes_sent: int
+    messages: tuple[int, ...]
 
 
-SENT = ("Traffic(bytes_sent=12, messages_sent=3)", "Traffic(bytes_sent=24, messages_sent=6)")
 LONG = [list(range(20))] * 5
 
 
 @pytest.mark.parametrize(
-    "what, got, expected, operator, message, words",
+    "compared, words",
     [
-        ("max(held)", 6, 1, "<=", "a case", "a case: the largest of `held`: expected at most 1, got 6"),
-        (
-            "LEDGER.total()",
-            *SENT,
-            "==",
-            "",
-            "what the rank sends: expected 6 messages with 24 bytes, got 3 messages with 12 bytes",
-        ),
-        ("cut([1, 2], 2)", [1], [2], "==", "", "the result of `cut([1, 2], 2)`: expected [2], got [1]"),
-        ("[f(x) for x in y]", 1, None, "is", "", "expected None, got 1"),
-        ("rows", [*LONG, [1]], [*LONG, [2]], "==", "", "`rows`, element 5: expected [2], got [1]"),
-        ("later", [1], None, "not", "", "`later` should be empty, and is [1]"),
-        ("flat.any()", True, None, "not", "", "`flat` should be zero everywhere"),
-        ("sent == 3", 2, 3, "==", "it sent 2 and not 3", "it sent 2 and not 3"),
+        (plain(6, 1, "<=", "a case"), "a case: expected at most 1, got 6"),
+        (plain([1], [2]), "expected [2], got [1], in `assert a == b`"),
+        (plain([*LONG, [1]], [*LONG, [2]]), "expected [2], got [1] at place 5, in `assert a == b`"),
+        (plain("one\n" * 40 + "two", "one\n" * 40 + "six"), "expected six, got two at place 40, in `assert"),
+        (plain(2, 3, message="it sent 2 and not 3"), "it sent 2 and not 3"),
+        ({None: Compared("`assert not later`", {}, None, True)}, "`assert not later` does not hold"),
+        (plain(RIGHT * 2, RIGHT), "`assert a == b`: 2 times what it should be (element [3]: got 10, "),
     ],
 )
-def test_a_plain_assertion_is_told_in_words(what, got, expected, operator, message, words):
-    plain = Compared(what, {"": (got, expected)}, 2, operator, is_plain=True, message=message)
-    assert shown_difference({1: plain}, 1) == words
+def test_a_plain_assertion_is_told_with_what_it_expects_and_its_line(compared, words):
+    assert shown_difference(compared, None).startswith(words)
 
 
 def test_a_wrong_schedule_is_shown_with_its_first_wrong_cell_in_brackets():

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 import pytest
 
 from exercises.catalog.exercise import LESSON_PACKAGES
+from exercises.checker.compared import compared_in
 from exercises.checker.failure import failure_of
 from exercises.find_the_bug import implementation
 from exercises.mutants import Mutant, all_mutants
+from lab import ranks
 from lab.ranks import RankError
 from lab.replace import replaced
 
+ranks.describe = compared_in
 MUTANTS = all_mutants()
 OURS = LESSON_PACKAGES | {"tests", "exercises", "benchmarks"}
 
