@@ -1,17 +1,5 @@
 """Name the likely cause of a failure by one table: how what the ranks got is related to what is right.
 
-    what was seen                                 the likely cause
-    one cell of a schedule differs                that cell
-    the ranks wait for one another in a cycle     who sends, who receives, and in which order
-    comm or the test refuses, or should have      calls that do not fit together, a missing check
-    the ranks' values differ, their mean is right   never averaged, or the average is not used
-    the ranks' values differ, their sum is right    never added up
-    only rank 0 is right                          never broadcast: the others kept their own values
-    n or 1/n times the value, on n ranks          a sum for a mean, divided twice
-    only zeros; the right numbers elsewhere       never written; written to another's place
-    all wrong where microbatches add up           one is lost or counted again
-    wrong in one block of elements                a shard from another place
-
 The rows of TABLE are tried in turn, and the first that fits is named. No row knows an exercise or a mutant.
 Where none fits there is no guess: the reader is told what was seen, and no more.
 """

@@ -1,4 +1,4 @@
-"""Collect what a failed assertion has compared, so that a reader learns more than that it failed.
+"""Collect what a failed assertion has compared, and what another error says, for a reader.
 
 `lab.check.assert_same` and torch's `assert_close` have their tensors as local variables. Both sides of a
 plain `assert a == b` are known where watched.py has been imported.
@@ -23,7 +23,8 @@ _last: tuple[str, Any, Any] | None = None  # the operator and both sides of the 
 class Compared:
     """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or a test's line of code.
 
-    A plain assertion has one pair with the name "", and its operator; or none if it compares nothing.
+    A plain assertion has one pair with the name "", and its operator; or none if it compares nothing. An
+    error that is no failed assertion has no pair, and its text is the message.
     """
 
     what: str
@@ -31,7 +32,7 @@ class Compared:
     world_size: int | None = None  # None without a group
     is_plain: bool = False
     operator: str = "=="
-    message: str = ""  # of a plain assertion
+    message: str = ""  # of a plain assertion, or of another error
 
 
 def remember(operator: str, got: Any, expected: Any) -> None:
@@ -40,11 +41,9 @@ def remember(operator: str, got: Any, expected: Any) -> None:
     _last = operator, got, expected
 
 
-def compared_in(error: BaseException) -> Compared | None:
-    """Return what the failed assertion has compared, or None if the error is no failed assertion."""
+def compared_in(error: BaseException) -> Compared:
+    """Return what the failed assertion has compared or, of another error, its class, text and code."""
     global _last
-    if not isinstance(error, AssertionError | TypeError):  # torch compares None with a TypeError
-        return None
     size = dist.get_world_size() if dist.is_initialized() else None
     code = ""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -54,12 +53,20 @@ def compared_in(error: BaseException) -> Compared | None:
             return Compared(what or code, _kept_pairs(pairs), size)
         if "site-packages" not in place.filename:
             code = _source(place)
-    if isinstance(error, TypeError):
-        return None
+    if not isinstance(error, AssertionError):
+        return Compared(code, {}, size, message=_named(error) + (f", in {code}" if code else ""))
     (operator, *sides), _last = _last or ("",), None
     message = "" if str(error).startswith("assert ") else str(error).partition("\nassert ")[0]
     pairs = _kept_pairs({"": (sides[0], sides[1])} if sides else {})
     return Compared(code, pairs, size, True, operator, " ".join(message.split()))
+
+
+def _named(error: BaseException) -> str:
+    """Return an error's class and the first lines of its text."""
+    text = "; ".join([line.strip() for line in str(error).splitlines() if line.strip()][:4])
+    if text.startswith("DID NOT RAISE"):  # pytest.raises
+        return "there was no error"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _named_tensors(frame: FrameType) -> tuple[str, dict[str, tuple[Any, Any]]] | None:

@@ -12,7 +12,6 @@ from exercises.checker.inspect_file import shown
 from exercises.generate import missing
 
 _CELL = r"[^\s\"]*/ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>"
-_ERROR_LINE = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit|Failed))\b(?:: |$)", re.M)
 _HANGS = "no answer within"
 
 
@@ -67,27 +66,23 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
         if "NotImplementedError" in trace and unwritten in trace:
             return Explanation("unsolved", unwritten, reason=unwritten)
     if hangs := text.startswith(_HANGS):
-        reason = _hang(own_code(file), text)
-    elif rank is not None and " failed:\n" not in text:  # it was killed
-        reason = text.splitlines()[0]
+        reason = _hang(own_code(file), text, is_wait=bool(failure["drawing"]))
     else:
         at = own_code(file).line_in_traceback(trace)
-        told = failure["difference"] or (_error(text) if rank is not None else _named(failure["type"], text))
-        if not at and not failure["difference"]:
-            told += _outside(trace)
         where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
-        reason = f"{where}: {told}" if where else told
+        told = failure["difference"] or text.splitlines()[0]  # that of a rank that was killed
+        outside = ", outside of your function" if failure["is_error"] and not at else ""
+        reason = f"{where}: {told}{outside}" if where else f"{told}{outside}"
     stop = "" if reason.endswith((".", "?", "!")) else "."
     sentence = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold: {reason}{stop}'
     told = " ".join(filter(None, (sentence, failure["cause"])))
     return Explanation("hangs" if hangs else "failed", told, failure["drawing"], reason + stop)
 
 
-def load_error(exercise: Exercise, file: Path, failure: dict[str, Any]) -> str:
+def load_error(file: Path, failure: dict[str, Any]) -> str:
     """Return the sentence for a learner's file that cannot be imported."""
     at = own_code(file).line_in_traceback(failure["trace"])
-    error = _named(failure["type"], failure["text"])
-    return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{error}"
+    return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{failure['difference']}."
 
 
 def name_of(test: str) -> str:
@@ -97,34 +92,14 @@ def name_of(test: str) -> str:
     return f"{words} ({parameters.rstrip(']')})" if parameters else words
 
 
-def _error(text: str) -> str:
-    """Return the error at the end of a rank's traceback: its class and its text."""
-    own = text.split("\nAfterwards also: ")[0]
-    found = [*_ERROR_LINE.finditer(own)]
-    return _named(found[-1][1], own[found[-1].end() :]) if found else own.splitlines()[-1]
-
-
-def _named(kind: str, text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if text.startswith("DID NOT RAISE"):
-        return "there was no error"
-    text = "; ".join(lines[:4])
-    return text if text and kind in ("AssertionError", "Failed") else f"{kind}: {text}" if text else kind
-
-
-def _outside(trace: str) -> str:
-    """Return the innermost line of a traceback: ", in `with model.no_sync():` (line 12 of cases.py)"."""
-    found = re.findall(r'File "[^"]*?([^/"]+)", line (\d+), in .*\n\s+(\S.*)', trace)
-    return ", outside of your function in `{2}` (line {1} of {0})".format(*found[-1]) if found else ""
-
-
-def _hang(own: OwnCode, text: str) -> str:
-    """Return what the report of a hang says: a rank computes without an end, or ranks wait for each other."""
+def _hang(own: OwnCode, text: str, is_wait: bool) -> str:
+    """Return what the report of a hang says: where a rank computes without an end, or where each one is."""
     blocks = re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]
     if computing := [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]:
         rank, _, at = _place(own, computing[0]).removeprefix("rank ").partition(" ")
         return f"rank {rank} is still computing {at}: look for a loop without an end."
-    return f"the ranks wait for one another: {', '.join(_place(own, block) for block in blocks)}."
+    what = "the ranks wait for one another" if is_wait else "the ranks do not end"
+    return f"{what}: {', '.join(_place(own, block) for block in blocks)}."
 
 
 def _place(own: OwnCode, block: str) -> str:

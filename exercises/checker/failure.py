@@ -24,23 +24,21 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
 
     `test` is the failed test's id, and `table` the learner's wrong schedule, which begins with a sentence.
     """
-    is_of_rank = isinstance(error, RankError)
-    own = compared_in(error)
-    compared = error.described if is_of_rank else {None: own} if own else {}
+    rank, compared, waits = None, {None: compared_in(error)}, {}
+    if isinstance(error, RankError):
+        rank, compared, waits = error.rank, error.described, error.waits
     waited = {int(rank): Wait(action, int(peer)) for rank, action, peer in _WAITED.findall(str(error))}
-    waits = error.waits or waited if is_of_rank else waited
-    evidence = Evidence(name_of(test), str(error), compared, waits, table)
-    rank = error.rank if is_of_rank else None
+    waits = waits or waited
     difference, drawing = shown_difference(compared, rank), drawn(waits) if waits else ""
     if table:
         difference, _, drawing = table.partition("\n")
     return {
-        "type": type(error).__name__,
         "rank": rank,
         "text": str(error),
         "trace": "".join(traceback.format_exception(error)),
         "difference": difference,
-        "cause": likely_cause(evidence),
+        "is_error": not any(one.pairs or one.is_plain for one in compared.values()),
+        "cause": likely_cause(Evidence(name_of(test), str(error), compared, waits, table)),
         "drawing": drawing,
     }
 

@@ -87,7 +87,7 @@ def _graded(exercise: Exercise, file: Path, found: list[dict[str, Any]], state: 
     """Return the grade from the tests' messages; `state` and `sentence` hold if no test has failed."""
     told = {name: value for message in found for name, value in message.items()}
     if "load_error" in told:
-        sentence = load_error(exercise, file, told["load_error"])
+        sentence = load_error(file, told["load_error"])
         return Grade(exercise.name, INVALID, sentence, failed=exercise.tests)
     tests = [message for message in found if "passed" in message]
     passed = tuple(test["id"] for test in tests if test["passed"])

@@ -1,6 +1,7 @@
 """What a failed assertion has compared is collected on the rank that fails."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
 
 
 def compared_by(check, *arguments):
-    with pytest.raises((AssertionError, TypeError)) as error:
+    with pytest.raises((Exception, pytest.fail.Exception)) as error:
         check(*arguments)
     return compared_in(error.value)
 
@@ -55,9 +56,12 @@ def test_a_plain_assertion_gives_its_line_its_message_and_the_comparison_that_wa
     assert (found.operator, found.pairs, found.message) == ("<=", {"": (6, 3)}, "too many")
 
 
-def test_an_error_that_is_no_assertion_compares_nothing():
-    assert compared_in(TypeError("a function was called wrongly")) is None
-    assert compared_in(ZeroDivisionError()) is None
+def test_an_error_that_is_no_assertion_gives_its_class_its_text_and_its_line():
+    found = compared_by(lambda: [].nope)
+    assert not found.pairs and not found.is_plain
+    assert re.fullmatch(r"AttributeError: 'list' object .*, in `.*nope.*`", found.message)
+    no_error = compared_by(lambda: pytest.fail("DID NOT RAISE <class 'WorkbookError'>"))
+    assert no_error.message.startswith("there was no error, in `")
 
 
 def test_where_assertions_are_watched_both_sides_are_known_also_of_tensors_and_of_none(tmp_path):

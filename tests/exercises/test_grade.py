@@ -52,7 +52,7 @@ def test_a_file_that_cannot_be_imported_names_the_line(tmp_path):
     file.write_text("import no_such_module\n" + solved(RING))
     with pytest.raises(ModuleNotFoundError) as found:
         load(RING, file)
-    sentence = load_error(RING, file, failure_of(found.value))
+    sentence = load_error(file, failure_of(found.value))
     assert "line 1 of ring_reduce_scatter.py: ModuleNotFoundError" in sentence
     assert "\n" not in sentence
 

@@ -47,8 +47,8 @@ def test_an_error_and_a_hang_in_a_cell_name_the_line_of_the_cell(tmp_path):
         (stuck, stuck, "at line 2 of"),
     )
     for where, text, said in cases:
-        failure = dict.fromkeys(("difference", "cause", "drawing"), "")
-        failure |= {"type": "RankError", "rank": 0, "text": text, "trace": where}
+        failure = dict.fromkeys(("difference", "cause", "drawing", "is_error"), "")
+        failure |= {"rank": 0, "text": text, "trace": where, "difference": "KeyError: 1"}
         sentence = explain(BY_NAME["pipeline_gpipe"], file, {"id": "test_it", "failure": failure}).sentence
         assert said in sentence and "outside" not in sentence
 
