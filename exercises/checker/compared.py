@@ -4,9 +4,10 @@
 plain `assert a == b` are known where watched.py has been imported.
 """
 
-import dataclasses
 import linecache
+import re
 import traceback
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 MAX_NUMBERS = 1 << 16  # of one tensor; a larger one is not collected
 MAX_TEXT = 120  # characters of a value or of a line of code
+DATACLASS = re.compile(r"\b[A-Z]\w*\((\w+=[^()]*)\)")  # as Python writes one
 
 _last: tuple[str, Any, Any] | None = None  # the operator and both sides of the last comparison that was false
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Compared:
     """Hold pairs (got, expected) by name, and what they are: "gradient of naive", or a test's line of code.
 
@@ -109,18 +111,9 @@ def _kept(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a reader: short, and without the name of a dataclass."""
+    """Return a value for a reader: short, and of a dataclass the fields alone."""
     if isinstance(value, float | complex):
         return f"{value:.6g}"
-    if isinstance(value, list | tuple):
-        text = f"[{', '.join(map(shown, value))}]"
-    elif isinstance(value, dict):
-        text = f"{{{', '.join(f'{shown(key)}: {shown(one)}' for key, one in value.items())}}}"
-    elif dataclasses.is_dataclass(value) and "__str__" not in vars(type(value)):
-        fields = (
-            (field.name.replace("_", " "), getattr(value, field.name)) for field in dataclasses.fields(value)
-        )
-        text = ", ".join(f"{name} {shown(one)}" for name, one in fields)
-    else:
-        text = " ".join(str(value).split()) or "empty"
+    text = f"[{', '.join(map(shown, value))}]" if isinstance(value, list | tuple) else str(value)
+    text = DATACLASS.sub(r"\1", " ".join(text.split())) or "empty"
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

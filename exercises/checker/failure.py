@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from exercises.checker.causes import Evidence, likely_cause
-from exercises.checker.compared import MAX_TEXT, Compared, compared_in, shown
+from exercises.checker.compared import DATACLASS, MAX_TEXT, Compared, compared_in, shown
 from exercises.checker.explain import name_of
 from exercises.checker.relations import wrong_values
 from lab.ranks import RankError
@@ -24,12 +24,14 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
 
     `test` is the failed test's id, and `table` the learner's wrong schedule, which begins with a sentence.
     """
-    rank, compared, waits = None, {None: compared_in(error)}, {}
+    rank: int | None = None
+    compared: Mapping[Any, Compared] = {None: compared_in(error)}
+    waited = _WAITED.findall(str(error))
+    waits = {int(one): Wait(action, int(peer)) for one, action, peer in waited}
     if isinstance(error, RankError):
-        rank, compared, waits = error.rank, error.described, error.waits
-    waited = {int(rank): Wait(action, int(peer)) for rank, action, peer in _WAITED.findall(str(error))}
-    waits = waits or waited
+        rank, compared, waits = error.rank, error.described, error.waits or waits
     difference, drawing = shown_difference(compared, rank), drawn(waits) if waits else ""
+    difference = difference and DATACLASS.sub(r"\1", difference)
     if table:
         difference, _, drawing = table.partition("\n")
     return {

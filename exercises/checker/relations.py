@@ -76,11 +76,11 @@ def across_ranks(compared: Mapping[int | None, Compared], name: str) -> str | No
 
     All of them must be different. A rank of the group that has not failed has the right value.
     """
-    pairs = [[_as_tensor(value) for value in one.pairs.get(name, (None, None))] for one in compared.values()]
-    shapes = {None if tensor is None else tensor.shape for pair in pairs for tensor in pair}
-    if len(pairs) < 2 or None in shapes or len(shapes) > 1:
+    pairs = [one.pairs.get(name, (None, None)) for one in compared.values()]
+    found = [tensor for pair in pairs for value in pair if (tensor := _as_tensor(value)) is not None]
+    if len(pairs) < 2 or len(found) != 2 * len(pairs) or len({tensor.shape for tensor in found}) > 1:
         return None
-    gots, expecteds = torch.stack([got for got, _ in pairs]), torch.stack([right for _, right in pairs])
+    gots, expecteds = torch.stack(found[::2]), torch.stack(found[1::2])
     right = expecteds[0]
     tolerance = CLOSE * right.abs().max().item() if right.numel() else 0.0
     are_different = all(not _agree(a, b, tolerance) for a, b in itertools.combinations(gots, 2))

@@ -29,6 +29,7 @@ def describe(error: BaseException) -> Compared | None:
     return compared_in(error)
 
 
-torch.equal, ranks.describe, util._reprcompare = equal, describe, remember
+torch.equal = equal  # type: ignore[assignment]
+ranks.describe, util._reprcompare = describe, remember
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 install_importhook(_prepareconfig(["--noconftest", "-p", "no:cacheprovider"])).mark_rewrite("tests")

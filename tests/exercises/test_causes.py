@@ -1,7 +1,5 @@
 """What the checker says of a failure teaches: how far off, on which rank, and what usually causes that."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -116,12 +114,6 @@ def test_of_several_wrong_values_the_clearest_is_shown_and_the_others_are_counte
     pairs = {"bias": (NOISE, RIGHT), "weight": (RIGHT * 2, RIGHT), "scale": (RIGHT, RIGHT)}
     said = shown_difference({2: Compared("gradient of naive", pairs, 3)}, 2)
     assert said.startswith("gradient of naive `weight`: 2 times") and said.endswith("; 1 more differ")
-
-
-@dataclass(frozen=True)
-class Sent:
-    bytes_sent: int
-    messages: tuple[int, ...]
 
 
 LONG = [list(range(20))] * 5
