@@ -15,33 +15,22 @@ _CELL = r"[^\s\"]*/ipykernel_\d+/\d+\.py|<ipython-input-[^>\s]+>"
 _HANGS = "no answer within"
 
 
-class OwnCode(NamedTuple):
-    """The names, as a regular expression, that Python gives to the files or cells with the learner's code."""
+def own_line(file: Path, text: str) -> str:
+    """Return the innermost line of the learner's code in a traceback or in a hang's report, or "".
 
-    names: str
-
-    def line_in_traceback(self, trace: str) -> str:
-        """Return the innermost line of the learner's code: "line 12 of ring.py", or ""."""
-        found = re.findall(rf'File "({self.names})", line (\d+)', trace)
-        return _shown(*found[-1]) if found else ""
-
-    def line_in_stack(self, stack: str) -> str:
-        """Return the innermost line of the learner's code in one rank's part of a hang's report, or ""."""
-        found = re.search(rf"({self.names}):(\d+) in", stack)
-        return _shown(found[1], found[2]) if found else ""
-
-
-def own_code(file: Path) -> OwnCode:
-    """Return where the learner's code is: in this file or, for a pickle, where its functions are from."""
-    if file.suffix == ".py":
-        return OwnCode(re.escape(str(file.resolve())))
-    functions: dict[str, Callable[..., Any]] = cloudpickle.loads(file.read_bytes())
-    codes = [getattr(function, "__code__", None) for function in functions.values()]
-    names = {code.co_filename for code in codes if code is not None}
-    return OwnCode("|".join([*map(re.escape, sorted(names)), _CELL]))
-
-
-def _shown(name: str, line: str) -> str:
+    It is "line 12 of ring.py" or, if `file` is a pickle with functions of a notebook, "line 12 of your cell".
+    """
+    names = re.escape(str(file.resolve()))
+    if file.suffix != ".py":
+        functions: dict[str, Callable[..., Any]] = cloudpickle.loads(file.read_bytes())
+        codes = [getattr(function, "__code__", None) for function in functions.values()]
+        files = {code.co_filename for code in codes if code is not None}
+        names = "|".join([*map(re.escape, sorted(files)), _CELL])
+    in_traceback = re.findall(rf'File "({names})", line (\d+)', text)
+    in_report = re.findall(rf"({names}):(\d+) in", text)
+    if not (found := in_traceback[-1:] or in_report[:1]):
+        return ""
+    [(name, line)] = found
     return f"line {line} of {'your cell' if re.fullmatch(_CELL, name) else Path(name).name}"
 
 
@@ -66,13 +55,16 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
         if "NotImplementedError" in trace and unwritten in trace:
             return Explanation("unsolved", unwritten, reason=unwritten)
     if hangs := text.startswith(_HANGS):
-        reason = _hang(own_code(file), text, is_wait=bool(failure["drawing"]))
+        reason = _hang(file, text, is_wait=bool(failure["drawing"]))
+    elif failure["difference"] is None:
+        reason = text.splitlines()[0]  # a rank was killed
     else:
-        at = own_code(file).line_in_traceback(trace)
+        at = own_line(file, trace)
         where = " at ".join(filter(None, ("" if rank is None else f"rank {rank}", at)))
-        told = failure["difference"] or text.splitlines()[0]  # that of a rank that was killed
         outside = ", outside of your function" if failure["is_error"] and not at else ""
-        reason = f"{where}: {told}{outside}" if where else f"{told}{outside}"
+        reason = (
+            f"{where}: {failure['difference']}{outside}" if where else f"{failure['difference']}{outside}"
+        )
     stop = "" if reason.endswith((".", "?", "!")) else "."
     sentence = f'With your `{exercise.function}`, "{name_of(test["id"])}" does not hold: {reason}{stop}'
     told = " ".join(filter(None, (sentence, failure["cause"])))
@@ -81,7 +73,7 @@ def explain(exercise: Exercise, file: Path, test: dict[str, Any]) -> Explanation
 
 def load_error(file: Path, failure: dict[str, Any]) -> str:
     """Return the sentence for a learner's file that cannot be imported."""
-    at = own_code(file).line_in_traceback(failure["trace"])
+    at = own_line(file, failure["trace"])
     return f"{shown(file)} cannot be imported: {at + ': ' if at else ''}{failure['difference']}."
 
 
@@ -92,21 +84,21 @@ def name_of(test: str) -> str:
     return f"{words} ({parameters.rstrip(']')})" if parameters else words
 
 
-def _hang(own: OwnCode, text: str, is_wait: bool) -> str:
+def _hang(file: Path, text: str, is_wait: bool) -> str:
     """Return what the report of a hang says: where a rank computes without an end, or where each one is."""
     blocks = re.split(r"\n  (?=rank \d+\b(?! keeps the others waiting))", text)[1:]
     if computing := [block for block in blocks if re.match(r"rank \d+ is still computing ", block)]:
-        rank, _, at = _place(own, computing[0]).removeprefix("rank ").partition(" ")
+        rank, _, at = _place(file, computing[0]).removeprefix("rank ").partition(" ")
         return f"rank {rank} is still computing {at}: look for a loop without an end."
     what = "the ranks wait for one another" if is_wait else "the ranks do not end"
-    return f"{what}: {', '.join(_place(own, block) for block in blocks)}."
+    return f"{what}: {', '.join(_place(file, block) for block in blocks)}."
 
 
-def _place(own: OwnCode, block: str) -> str:
+def _place(file: Path, block: str) -> str:
     """Return where a rank is, in the learner's code if it is called there: "rank 0 at line 12 of ring.py"."""
     rank = re.match(r"rank \d+", block)
     inner = re.search(r"([^/\n]+\.py):(\d+) in", block)
-    if rank and (line := own.line_in_stack(block)):
+    if rank and (line := own_line(file, block)):
         return f"{rank[0]} at {line}"
     if rank and inner:
         return f"{rank[0]} outside of your function, at line {inner[2]} of {inner[1]}"
