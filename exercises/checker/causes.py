@@ -47,7 +47,7 @@ class Evidence:
 
     @property
     def waiting(self) -> str | None:
-        """What the ranks of a cycle wait for: one of the keys of DEADLOCKS, or None without a cycle."""
+        """The key of DEADLOCKS for what the ranks of a cycle wait for, or None without a cycle."""
         if not self.waits or self.waits[(cycle := chain(self.waits))[-1]].peer != cycle[0]:
             return None
         actions = {self.waits[rank].action for rank in cycle}
@@ -58,7 +58,7 @@ class Evidence:
 
     @cached_property
     def factor(self) -> float:
-        """How many times what they should be all wrong values are, on each rank, or 0.0 if that differs."""
+        """The factor of all wrong values on each rank, or 0.0 if they have several or none."""
         found = {one.factor for each in self.compared.values() for one in wrong_values(each).values()}
         return max(found) if found and max(found) - min(found) < 1e-3 * abs(max(found)) else 0.0
 
