@@ -85,7 +85,7 @@ def test_a_failure_names_the_rank_the_line_and_the_error_and_shows_what_was_prin
 def test_the_first_test_that_fails_is_explained_with_the_factor_and_its_likely_cause(tmp_path):
     exercise = BY_NAME["naive_gradient_sync"]
     file = tmp_path / f"{exercise.name}.py"
-    file.write_text(solved(exercise).replace('op="mean"', 'op="sum"'))
+    file.write_text(solved(exercise).replace('"mean", self.group', '"sum", self.group'))
     with apply(load(exercise, file)):
         test, error = run_tests(exercise)
     sentence = explain(exercise, file, {"id": test, "failure": failure_of(error, test)}).sentence

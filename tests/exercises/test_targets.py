@@ -25,8 +25,8 @@ def test_the_lessons_code_meets_the_target_and_says_so_in_a_sentence(name):
     [
         (
             "accumulation",
-            "            loss.backward()\n        total += loss.detach()\n    return total\n",
-            "            pass\n        total = total + loss\n    total.backward()\n    return total\n",
+            "        loss.backward()\n        total += loss.detach()\n    return total\n",
+            "        total = total + loss\n    total.backward()\n    return total\n",
             "the activations of 4 of 4 microbatches are in memory at a time. Run each",
         ),
         ("pipeline_1f1b", "min(microbatches, stages - 1 - stage)", "0", "; 27.3% and 4 are possible."),
