@@ -111,7 +111,7 @@ def _config(keys: Keys, written: set[str]) -> Config:
         args = HybridArgs(**options)
         args.batch_size *= sizes_of(args, number).data
         args = replace(args, **asdict(sizes_of(args, number)))
-    validate_arguments(replace(args, transport="auto"), args.data or 1, args.model)  # a transport needs ranks
+    validate_arguments(replace(args, transport="auto"), args.data or 1)  # a transport needs ranks
     if args.link is not None:
         slow_link.parse(args.link)
     args.validate(number)
