@@ -28,7 +28,8 @@ sequence_parallel                      tensor_parallel/train_sequence_parallel.p
 tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module (DTensor) in the same loop
 pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages on different ranks; one rank works at a time
 pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: microbatches follow each other through the stages, all forward, then all backward
-pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 1F1B: one forward, one backward in turn; as fast as GPipe, and fewer activations
+pipeline_1f1b_by_hand                  pipeline_parallel/train_1f1b_by_hand.py         1F1B: one forward, one backward in turn; as fast as GPipe, and fewer activations
+pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 1F1B from a table of actions, which one loop runs as it runs any schedule
 pipeline_interleaved                   pipeline_parallel/train_interleaved.py          interleaved 1F1B: several small stages on each rank, and a smaller bubble
 pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble
 pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop

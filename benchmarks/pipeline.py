@@ -37,13 +37,12 @@ from lab.models.model import MLP, GPTConfig, loss_of
 from lab.ranks import run_ranks
 from lab.trace import timeline
 from lab.trace.memory import saved_activations
-from pipeline_parallel.actions import num_microbatches, placement
+from pipeline_parallel.actions import placement
 from pipeline_parallel.analysis import theory
-from pipeline_parallel.balance import balanced_stages
-from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import stages_per_rank, table_of
-from pipeline_parallel.train_torch_pipelining import TorchSchedule
+from pipeline_parallel.stage import balanced_stages
+from pipeline_parallel.train_torch_pipelining import TorchPipeline
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v")
 CONFIG = GPTConfig(block_size=128, num_layers=8, num_heads=8, width=256)
@@ -67,20 +66,18 @@ class Training:
         example = self.x[: self.windows // self.microbatches]
         table = table_of(self.schedule, dist.get_world_size(), self.microbatches)
         model = new_gpt(CONFIG)
-        self.pipeline: OwnStages
+        self.pipeline: TorchPipeline | Pipeline
         if self.by_torch:
             rank_of = placement(table)
             stages = balanced_stages(model, len(rank_of))
-            self.pipeline = OwnStages(stages, num_microbatches(table), loss_of, example, rank_of)
-            self.step = TorchSchedule(self.pipeline, self.schedule).step
+            self.pipeline = TorchPipeline(stages, self.schedule, self.microbatches, example, rank_of)
         else:
-            self.pipeline = pipeline = Pipeline(model, table, loss_of, example, recompute=self.recompute)
-            self.step = pipeline.step
+            self.pipeline = Pipeline(model, table, loss_of, example, recompute=self.recompute)
         self.optimizer = torch.optim.SGD(self.pipeline.parameters(), lr=1e-3)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        self.step(self.x, self.y)
+        self.pipeline.step(self.x, self.y)
         self.pipeline.finish_gradient_sync()
         self.optimizer.step()
 

@@ -64,7 +64,7 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bo
         + _of_numbers(is_clipped, groups.tensor),
     }
     if hybrid.pipeline is not None:
-        by_axis["pipeline"] += hybrid.pipeline.traffic_per_step()
+        by_axis["pipeline"] += hybrid.pipeline.traffic()
     if hybrid.experts is not None:
         by_axis["expert"] = _of_experts(hybrid) + _of_numbers(is_clipped, hybrid.experts.experts)
     return by_axis

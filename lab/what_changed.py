@@ -35,6 +35,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "sequence_parallel": LAYERS,
     "pipeline_model_parallel": ("pipeline_parallel/train_model_parallel.py",),
     "pipeline_afab": ("pipeline_parallel/train_afab.py",),
+    "pipeline_1f1b_by_hand": ("pipeline_parallel/train_1f1b_by_hand.py",),
 }
 """The files of each RUN_MODE's concept."""
 
@@ -45,12 +46,13 @@ SHORT = {
     "bucket_overlap": "data_parallel_bucket_overlap",
     "model_parallel": "pipeline_model_parallel",
     "afab": "pipeline_afab",
+    "1f1b_by_hand": "pipeline_1f1b_by_hand",
 }
 STEPS: tuple[tuple[str, ...], ...] = (
     ("naive", "overlap", "buckets"),
     ("zero1_textbook", "zero1", "zero2", "zero3"),
     ("tensor_parallel", "sequence_parallel"),
-    ("model_parallel", "afab"),
+    ("model_parallel", "afab", "1f1b_by_hand"),
 )
 FLAG = "sequence_parallel"
 BESIDE = ("main", "traffic")  # a lesson's functions that are not its concept

@@ -11,18 +11,21 @@ gradients.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from comm.collectives import broadcast
-from comm.point_to_point import irecv, isend, recv, send
+from comm.point_to_point import irecv, isend, recv
 from comm.wire.channels import Channels
 from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic
+from lab.trace.observer import observe_module
 from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
@@ -38,6 +41,8 @@ class OwnStages(nn.Module):
     stage's output. With `recompute` a stage keeps only its input for the backward. With `tick` a clock
     replaces computing: it is the seconds of a microbatch's forward in all stages of a rank.
     """
+
+    is_observed = True  # each forward and backward of a stage is recorded in the timeline
 
     def __init__(
         self,
@@ -56,30 +61,37 @@ class OwnStages(nn.Module):
             raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
         self.rank, self.group, self.device = dist.get_rank(group), group, example.device
         self.last, self.microbatches = len(stages) - 1, microbatches
+        self.has_loss = self.rank_of[self.last] == self.rank
         own = {s: stage for s, stage in enumerate(stages) if self.rank_of[s] == self.rank}
         self.stages = nn.ModuleDict({str(s): stage for s, stage in own.items()})
-        stages[-1].loss_of = loss_of
-        self.has_loss = self.rank_of[self.last] == self.rank
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
             stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s])
+        stages[-1].loss_of = loss_of
         clock = None if tick is None else DeviceClock(tick / len(own))
-        for stage in own.values():
+        for s, stage in own.items():
             stage.recompute, stage.clock = recompute, clock
+            if self.is_observed:
+                observe_module(stage, partial(self._describe, s))
         # By name in the full model: the stage of each parameter and buffer, and its shape.
         self.layout: dict[str, tuple[int, Tensor]] = {}
-        self.first_names: dict[nn.Parameter, str] = {}  # of this rank's parameters; a tied one has two
+        first_names: dict[nn.Parameter, str] = {}  # a tied parameter has two names
         holders: dict[nn.Parameter, set[int]] = {}
         for s, stage in enumerate(stages):
             self.layout |= {name: (s, tensor.to("meta")) for name, tensor in stage.state_dict().items()}
             for name, parameter in stage.named_parameters():
                 holders.setdefault(parameter, set()).add(self.rank_of[s])
-                self.first_names.setdefault(parameter, name)
-        self.first_names = {parameter: self.first_names[parameter] for parameter in self.parameters()}
+                first_names.setdefault(parameter, name)
+        self.first_names = {parameter: first_names[parameter] for parameter in self.parameters()}
         if idle := {*self.rank_of.values()}.difference(*holders.values()):
             raise WorkbookError(f"Rank {min(idle)} would have no parameters to train: cut fewer stages.")
         self._tie({parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1})
+
+    def _describe(self, stage: int, kind: str, number: int) -> dict[str, Any]:
+        """Describe an action for the timeline. In each step the microbatches come in order."""
+        i = number % self.microbatches
+        return {"name": str(i), "action": kind, "microbatch": i, "stage": stage}
 
     def _tie(self, shared: dict[nn.Parameter, list[int]]) -> None:
         """Open channels to other ranks, and make the copies equal that two ranks have of a parameter."""
@@ -89,19 +101,13 @@ class OwnStages(nn.Module):
         neighbours = {*pairwise(self.rank_of[s] for s in range(self.last + 1)), *self.ties}
         pairs = {pair for a, b in neighbours if a != b for pair in ((a, b), (b, a))}
         self.channels = Channels(self.group, pairs)
+        # The groups in which messages go to higher and to lower ranks: with one for both nccl would deadlock.
+        self.up, self.down = self.channels.of(0, 1), self.channels.of(1, 0)
         # This rank's copies, and the rank of the other copy.
         self.tied = [(copy, sum(ranks) - self.rank) for copy, ranks in shared.items() if self.rank in ranks]
         self._is_complete = False  # the gradients of the copies are equal
-        self._make_copies_equal()
-
-    def _make_copies_equal(self) -> None:
-        for copy, peer in self.tied:
-            if self.rank < peer:
-                send(copy.contiguous(), peer, self.channels.of(self.rank, peer))
-            else:
-                theirs = torch.empty(copy.shape, dtype=copy.dtype, device=copy.device)
-                recv(theirs, peer, self.channels.of(peer, self.rank))
-                copy.data.copy_(theirs)
+        for parameter, (low, _) in shared.items():
+            broadcast(parameter.data, root=low, group=self.group)
 
     def finish_gradient_sync(self) -> None:
         """Give both copies of a shared parameter the sum of their gradients; call it before the optimizer."""
@@ -119,10 +125,10 @@ class OwnStages(nn.Module):
         self._is_complete = True
 
     def begin_step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> None:
-        """Validate a batch, and refuse a step after the tied gradients were added up.
+        """Validate a batch, and cut it into the microbatches `xs` and `ys`.
 
-        Then `shares` has each microbatch's share of the loss: of the `num_targets` valid targets of the
-        step, or by default of those in y (training/valid_targets.py).
+        A step after the tied gradients were added up is refused. `shares` has each microbatch's share of the
+        loss: of the `num_targets` valid targets of the step, or by default of those in y (valid_targets.py).
         """
         rows = self.microbatches * len(self.boundaries[0])
         if len(x) != rows or len(y) != rows:
@@ -135,11 +141,17 @@ class OwnStages(nn.Module):
                 "finish_gradient_sync() has added up gradients that two stages share: call zero_grad() first."
             )
         self._is_complete = False
-        counts = [count_valid(part) for part in y.chunk(self.microbatches)] if self.has_loss else []
+        self.xs, self.ys = x.chunk(self.microbatches), y.chunk(self.microbatches)
+        counts = [count_valid(targets) for targets in self.ys] if self.has_loss else []
         self.num_targets = num_targets or max(1, sum(counts))
         self.shares = [count / self.num_targets for count in counts]
+        self.losses: list[Tensor] = []  # each microbatch's share of the loss
 
-    def room_for(self, boundary: int) -> Tensor:
+    def end_step(self) -> Tensor | None:
+        """Return the loss of the batch on the rank of the last stage, None on the others."""
+        return torch.stack(self.losses).sum() if self.losses else None
+
+    def buffer_for(self, boundary: int) -> Tensor:
         """Return memory for a boundary's activation or its gradient, which are sent contiguous."""
         like = self.boundaries[boundary]
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)
@@ -166,7 +178,7 @@ class OwnStages(nn.Module):
             for transfer in leaving:
                 transfer.wait()
             arriving = made
-        return torch.cat(arriving) if str(self.last) in self.stages else None
+        return torch.cat(arriving) if self.has_loss else None
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Sums | None:
         """Return the sums over a held-out batch on the last stage's rank; None on the others."""
@@ -201,12 +213,11 @@ class OwnStages(nn.Module):
             found += trained_shards(name, parameter, optimizer, is_copy=parameter in copies)
         return found
 
-    def traffic_per_step(self) -> Traffic:
+    def traffic(self) -> Traffic:
         """Return what this rank sends in a step: m tensors over each boundary, and tied gradients."""
-        tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
-        traffic = Traffic(sum(tied), len(tied))
+        sent = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
         for boundary in range(1, self.last + 1):
             ranks = {self.rank_of[boundary - 1], self.rank_of[boundary]}
             if self.rank in ranks and len(ranks) == 2:
-                traffic += Traffic(self.microbatches * self.boundaries[boundary].nbytes, self.microbatches)
-        return traffic
+                sent += [self.boundaries[boundary].nbytes] * self.microbatches
+        return Traffic(sum(sent), len(sent))

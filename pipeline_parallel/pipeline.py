@@ -53,11 +53,10 @@ from pipeline_parallel.actions import (
     num_microbatches,
     placement,
 )
-from pipeline_parallel.balance import Balance, balanced_stages
 from pipeline_parallel.deferred import Deferring, compute_gradients
 from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
 from pipeline_parallel.own_stages import OwnStages
-from pipeline_parallel.stage import LossOf
+from pipeline_parallel.stage import Balance, LossOf, balanced_stages
 from training.clipping import clip_grad_norm_
 
 Place = tuple[int, int]  # microbatch and stage
@@ -67,7 +66,7 @@ class Pipeline(OwnStages):
     """Holds this rank's stages of `model`, which run on the ranks of `group` by the schedule `table`.
 
     `model` is an nn.Sequential, a list of modules, or one of the lessons' models, the same on all ranks.
-    `example` is a microbatch of the input. `balance` says how the model is cut (balance.py), and the other
+    `example` is a microbatch of the input. `balance` says how the model is cut (stage.py), and the other
     options are those of OwnStages.
 
     Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
@@ -75,6 +74,8 @@ class Pipeline(OwnStages):
     microbatch at a time. Gradients are complete after `finish_gradient_sync`, on the ranks that have the
     parameters: clip them with this class's own `clip_grad_norm_`.
     """
+
+    is_observed = False  # `step` records its actions, of which some are halves of a backward
 
     def __init__(
         self,
@@ -110,19 +111,18 @@ class Pipeline(OwnStages):
         share a step give the same `num_targets` (training/valid_targets.py).
         """
         self.begin_step(x, y, num_targets)
-        xs, ys, losses = x.chunk(self.microbatches), y.chunk(self.microbatches), []
         for action, receives in zip(self.row, self.receives, strict=True):
             for message in receives:
                 self.post(message)
             given = self.take(received_by(action, self.last))
             with self.shown(action):
-                made = self.compute(action, given, xs, ys)
+                made = self.compute(action, given)
             if made is not None:
-                self.hand_over(sent_by(action, self.last), made, losses)
+                self.hand_over(sent_by(action, self.last), made)
         for transfer in self.leaving.values():
             transfer.wait()
         self.leaving.clear()
-        return torch.stack(losses).sum() if losses else None
+        return self.end_step()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
@@ -132,14 +132,12 @@ class Pipeline(OwnStages):
         uncounted = self.later_copies()
         return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)
 
-    def compute(
-        self, action: Action, given: Tensor | None, xs: Sequence[Tensor], ys: Sequence[Tensor]
-    ) -> Tensor | None:
+    def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
         """Do an action; return its result: an output, a share of the loss, or the gradient of an input."""
         kind, microbatch, stage = action
         if kind == FORWARD:
-            x = xs[microbatch] if given is None else given.requires_grad_()
-            return self.forward_of(microbatch, stage, x, ys[microbatch] if stage == self.last else None)
+            x = self.xs[microbatch] if given is None else given.requires_grad_()
+            return self.forward_of(microbatch, stage, x, self.ys[microbatch] if stage == self.last else None)
         with torch.autocast(self.device.type, enabled=False):  # it computes in the dtypes of its forward
             dx = None if kind == WEIGHT_GRADIENT else self.input_gradient_of(microbatch, stage, given)
             if kind in (BACKWARD, WEIGHT_GRADIENT):
@@ -174,7 +172,7 @@ class Pipeline(OwnStages):
     def post(self, message: Message) -> None:
         """Post the receive of a message."""
         # A boundary has the number of the stage after it.
-        buffer = self.room_for(max(message.stage, message.receiver))
+        buffer = self.buffer_for(max(message.stage, message.receiver))
         peer = self.rank_of[message.stage]
         self.arriving[message] = buffer, irecv(buffer, peer, self.channels.of(peer, self.rank))
 
@@ -191,10 +189,10 @@ class Pipeline(OwnStages):
             self.leaving.pop(answered).wait()
         return buffer
 
-    def hand_over(self, message: Message | None, made: Tensor, losses: list[Tensor]) -> None:
+    def hand_over(self, message: Message | None, made: Tensor) -> None:
         """Start sending a result to the stage that needs it, or keep it for a stage of this rank."""
         if message is None:  # only the last stage's forward makes something that no stage needs: the loss
-            losses.append(made)
+            self.losses.append(made)
         elif (to := self.rank_of[message.receiver]) == self.rank:
             self.ready[message] = made
         else:

@@ -16,8 +16,8 @@ from lab.launch.errors import WorkbookError
 from lab.trace import timeline
 from lab.trace.makespan import figures_of
 from lab.trace.memory import saved_activations
-from pipeline_parallel.balance import Balance
 from pipeline_parallel.own_stages import OwnStages
+from pipeline_parallel.stage import Balance
 from training.old_run import Run
 from training.validate import tick_seconds
 

@@ -1,25 +1,34 @@
-"""A model is a chain of parts, and a stage is a run of consecutive parts.
+"""A model is a chain of parts, and a stage is a run of consecutive parts, cut by what the parts cost.
 
       GPT      [embedding][block 0][block 1][block 2][block 3][norm, head]
+      costs         0         1        1        1        1         0
       stages   |------- 0 --------|-- 1 ---|-- 2 ---|--------- 3 --------|
 
+The slowest stage sets the pace of a pipeline, so the most expensive stage is as cheap as can be. A part costs
+its number of layers, or of parameters. Counted in layers, what comes before and after a GPT's blocks costs
+nothing: it goes with the first and the last block.
+
 A stage keeps its modules under the names that they have in the full model, so checkpoints, gradients and
-comparisons find its parameters under the same names. balance.py cuts a model into stages.
+comparisons find its parameters under the same names.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from lab.models.parts import Part
+from lab.launch.errors import WorkbookError
+from lab.models.parts import Part, as_sequential, parts_of
 from lab.trace.device_clock import DeviceClock, Later
 from training.valid_targets import is_valid
 
+Balance = Literal["layers", "parameters"]
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -69,3 +78,50 @@ class Stage(nn.Module):
         held = {name: tensor.to("meta") for name, tensor in (*self.named_parameters(), *self.named_buffers())}
         with torch.no_grad():
             return functional_call(self, held, (x.to("meta"),))  # type: ignore[no-any-return]
+
+
+def balanced_stages(
+    model: nn.Module | Sequence[nn.Module], stages: int, balance: Balance = "layers"
+) -> list[Stage]:
+    """Return the model cut into that many stages, of about equally many layers or parameters."""
+    model = as_sequential(model)
+    parts = parts_of(model)
+    ranges = cut(costs_of(model, parts, balance), stages)
+    return [Stage(model, [parts[i] for i in of_stage]) for of_stage in ranges]
+
+
+def costs_of(model: nn.Module, parts: list[Part], balance: Balance) -> list[float]:
+    """Return the cost of each part. For an nn.Sequential "layers" means parameters, too."""
+    if balance == "layers" and not isinstance(model, nn.Sequential):
+        return [float(part.layers) for part in parts]
+    modules = ([model.get_submodule(path) for path in part.modules] for part in parts)
+    return [float(sum(p.numel() for p in nn.ModuleList(each).parameters())) for each in modules]
+
+
+def cut(costs: Sequence[float], stages: int) -> list[range]:
+    """Return the parts of each stage: the most expensive stage is as cheap, and all are as even, as can be.
+
+    Every stage takes at least one part; WorkbookError if there are too few.
+    """
+    n = len(costs)
+    if stages > n:
+        raise WorkbookError(
+            f"{n} parts cannot be cut into {stages} stages: take fewer ranks or --chunks, or more --layers."
+        )
+    until = [0.0, *accumulate(costs)]
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return, for the parts from `start` on, the largest cost of a stage, the sum of squared costs, and
+        where each stage ends."""
+        found = []
+        for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
+            cost = until[end] - until[start]
+            largest, squares, ends = best(end, stages - 1) if stages > 1 else (0.0, 0.0, ())
+            found.append((max(cost, largest), cost**2 + squares, (end, *ends)))
+        # Of equal cuts take the last one: a part that costs nothing, such as an activation function, then
+        # goes with the part before it.
+        return min(found, key=lambda each: (*each[:2], [-end for end in each[2]]))
+
+    *_, ends = best(0, stages)
+    return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]

@@ -1,26 +1,24 @@
-"""1F1B: do one forward and one backward in turn, so that a microbatch's activations are freed early.
+"""1F1B from a table: a schedule is data, and one loop runs any schedule.
 
       rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---      F: forward of a microbatch
       rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .       B: its backward, twice as long
       rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .       .: idle for the time of a forward
 
-Rank r of p ranks begins with p-1-r forwards, one for each rank after it (warmup). Then it does one forward
-and one backward in turn (steady state), and at the end the backwards that are left (cooldown). On rank 0
-above, the warmup is F0 F1, the steady state is F2 B0 F3 B1, and the cooldown is B2 B3.
+train_1f1b_by_hand.py has this order in three loops: p-1-rank forwards (warmup), one forward and one backward
+in turn (steady state), and the backwards that are left (cooldown). Here the same loops make a table, with the
+actions of each rank in order. What is derived from the table, or done with it, need not know 1F1B: the
+messages, the proof that it cannot deadlock, the simulated timeline, the run.
 
-In GPipe all backwards come after all forwards. Here a backward comes as soon as its gradient can have come
-back, and it frees the activations of its microbatch before the next forward makes new ones:
-
-      bubble        (p-1) / (m + p-1)      of the time, with m microbatches: as in GPipe
+      bubble        (p-1) / (m + p-1)      of the time, with p ranks and m microbatches: as in GPipe
       activations   p - rank microbatches at most, where GPipe holds m
-      traffic       that of naive model parallelism
+      traffic       that of GPipe
 
-So m can grow until the bubble is small: with microbatches of equal size, the memory does not grow with m.
+The executor also posts each receive before the message is needed, so messages travel while ranks compute.
 
 What to read, in this order:
   1. `one_f_one_b` in schedules.py: the table above, made by three short loops, one for each phase.
   2. The docstring of pipeline.py, then `Pipeline.step`: one loop runs any table, on the stages of stage.py
-     and own_stages.py, which balance.py cuts. messages.py says what it sends.
+     and own_stages.py. messages.py says what it sends.
   3. `main` below. `pipeline.step` runs the table on a batch.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
@@ -51,7 +49,7 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic_per_step())
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))

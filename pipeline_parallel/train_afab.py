@@ -13,22 +13,21 @@ m p (f + b).
       traffic       m activations to the next rank, m gradients to the one before
 
 A loss is multiplied by its microbatch's share of the targets, 1/m, and gradients add up over microbatches, so
-a step is that of one process. `AllForwardAllBackward.step` is all of it, written by hand. balance.py cuts the
+a step is that of one process. `AllForwardAllBackward` is all of it, written by hand. stage.py cuts the
 model; own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the state.
 Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
 
-import torch
 from torch import Tensor
 
-from comm.point_to_point import isend, recv
+from comm.point_to_point import AnyTransfer, isend, recv
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.stage import balanced_stages
 
 
 class AllForwardAllBackward(OwnStages):
@@ -40,41 +39,48 @@ class AllForwardAllBackward(OwnStages):
         The first rank uses the batch's input `x`, and the last rank its targets `y`.
         """
         self.begin_step(x, y)
-        rank, stage, m = self.rank, self.stages[str(self.rank)], self.microbatches
-        is_first, is_last = rank == 0, rank == self.last
-        losses, leaving = [], []
-        kept = []  # of each microbatch: the stage's input, and its output, whose graph holds the activations
+        for i in range(self.microbatches):
+            self.forward_of(i)
+        for i in range(self.microbatches):
+            self.backward_of(i)
+        return self.end_step()
 
-        # All forwards.
-        for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
-            given = x_i
-            if not is_first:
-                given = self.room_for(rank)
-                recv(given, rank - 1)
-                given.requires_grad_()  # its gradient will be sent to the rank before
-            with span(str(i), "forward", action="F", microbatch=i, stage=rank):
-                made = stage(given, y_i) * self.shares[i] if is_last else stage(given)
-            if is_last:
-                losses.append(made.detach())
-            else:  # send, and go on with the next microbatch
-                leaving.append(isend(made.detach().contiguous(), rank + 1))
-            kept.append((given, made))
+    def begin_step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> None:
+        super().begin_step(x, y, num_targets)
+        # For each microbatch the stage's input, and its output, whose graph holds the activations.
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.leaving: dict[int, AnyTransfer] = {}
 
-        # All backwards. On the last rank `made` is the loss, and `backward(None)` starts there.
-        for i in range(m):
-            (given, made), gradient = kept[i], None
-            if not is_last:
-                gradient = self.room_for(rank + 1)
-                recv(gradient, rank + 1)
-            with span(str(i), "backward", action="B", microbatch=i, stage=rank):
-                made.backward(gradient)
-            kept[i] = None  # free the activations
-            if not is_first:
-                leaving.append(isend(given.grad, rank - 1))
+    def forward_of(self, i: int) -> None:
+        """Receive the activation of microbatch i, compute the stage, and send the result on."""
+        rank, stage, given = self.rank, self.stages[str(self.rank)], self.xs[i]
+        if rank > 0:
+            given = self.buffer_for(rank)
+            recv(given, rank - 1, self.up)
+            given.requires_grad_()  # its gradient will be sent to the rank before
+        if rank == self.last:
+            made = stage(given, self.ys[i]) * self.shares[i]  # its share of the loss
+            self.losses.append(made.detach())
+        else:
+            made = stage(given)
+            self.leaving[i] = isend(made.detach().contiguous(), rank + 1, self.up)  # do not wait, but go on
+        self.kept[i] = given, made
 
-        for transfer in leaving:  # a tensor must not change before it is sent
+    def backward_of(self, i: int) -> None:
+        """Receive the gradient of the stage's output, go backward, and send the gradient of its input."""
+        rank, (given, made), gradient = self.rank, self.kept.pop(i), None
+        if rank < self.last:  # on the last rank `made` is the loss, and `backward(None)` starts there
+            gradient = self.buffer_for(rank + 1)
+            recv(gradient, rank + 1, self.down)
+            self.leaving.pop(i).wait()  # the activation has arrived, because its gradient is here
+        made.backward(gradient)
+        if rank > 0:
+            self.leaving[i] = isend(given.grad, rank - 1, self.down)
+
+    def end_step(self) -> Tensor | None:
+        for transfer in self.leaving.values():  # a tensor must not change before it is sent
             transfer.wait()
-        return torch.stack(losses).sum() if is_last else None
+        return super().end_step()
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -92,7 +98,7 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic_per_step())
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))

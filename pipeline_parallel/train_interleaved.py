@@ -65,7 +65,7 @@ def main(cluster: Cluster, args: InterleavedArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic_per_step())
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     formula = (p - 1) / (v * m + p - 1) if m >= p else None

@@ -18,12 +18,11 @@ The batch is divided into microbatches, and each one waits until the one before 
 only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next lesson,
 train_afab.py, lets the ranks work at the same time.
 
-`ModelParallel.step` is all of it, written by hand. balance.py cuts the model, and own_stages.py has what any
+`ModelParallel.step` is all of it, written by hand. stage.py cuts the model, and own_stages.py has what any
 pipeline needs around a step: shapes, tied weights, evaluation, the full state.
 Source: Huang et al., "GPipe", 2019, figure 2b, https://arxiv.org/abs/1811.06965.
 """
 
-import torch
 from torch import Tensor
 
 from comm.point_to_point import recv, send
@@ -31,9 +30,9 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.trace.timeline import span
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.stage import balanced_stages
 
 
 class ModelParallel(OwnStages):
@@ -45,36 +44,32 @@ class ModelParallel(OwnStages):
         The first rank uses the batch's input `x`, and the last rank its targets `y`.
         """
         self.begin_step(x, y)
-        rank, stage, m = self.rank, self.stages[str(self.rank)], self.microbatches
-        is_first, is_last = rank == 0, rank == self.last
-        losses = []
-        for i, (x_i, y_i) in enumerate(zip(x.chunk(m), y.chunk(m), strict=True)):
+        rank, stage = self.rank, self.stages[str(self.rank)]
+        for i in range(self.microbatches):
             # Receive. Autograd has to compute the gradient of what was received: it is sent back later.
-            given = x_i
-            if not is_first:
-                given = self.room_for(rank)
-                recv(given, rank - 1)
+            given = self.xs[i]
+            if rank > 0:
+                given = self.buffer_for(rank)
+                recv(given, rank - 1, self.up)
                 given.requires_grad_()
 
             # Forward. A microbatch has a share of the loss: 1/m, or less if some of its targets are ignored.
-            with span(str(i), "forward", action="F", microbatch=i, stage=rank):
-                made = stage(given, y_i) * self.shares[i] if is_last else stage(given)
-
             # Send, and receive the gradient of what was sent. Meanwhile the ranks after this one work.
             gradient = None
-            if is_last:
-                losses.append(made.detach())
+            if rank == self.last:
+                made = stage(given, self.ys[i]) * self.shares[i]
+                self.losses.append(made.detach())
             else:
-                send(made.detach().contiguous(), rank + 1)
-                gradient = self.room_for(rank + 1)
-                recv(gradient, rank + 1)
+                made = stage(given)
+                send(made.detach().contiguous(), rank + 1, self.up)
+                gradient = self.buffer_for(rank + 1)
+                recv(gradient, rank + 1, self.down)
 
             # Backward, which frees this microbatch's activations, and send.
-            with span(str(i), "backward", action="B", microbatch=i, stage=rank):
-                made.backward(gradient)
-            if not is_first:
-                send(given.grad, rank - 1)
-        return torch.stack(losses).sum() if is_last else None
+            made.backward(gradient)
+            if rank > 0:
+                send(given.grad, rank - 1, self.down)
+        return self.end_step()
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -92,7 +87,7 @@ def main(cluster: Cluster, args: Args) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic_per_step())
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / p)

@@ -31,6 +31,7 @@ https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -53,10 +54,10 @@ from lab.trace.ledger import Traffic
 from lab.trace.timeline import span
 from pipeline_parallel import script
 from pipeline_parallel.actions import placement
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.script import begin, on_all_ranks
+from pipeline_parallel.stage import Stage, balanced_stages
 from training.arguments import NotOffered
 from training.validate import validate_nccl
 
@@ -70,23 +71,32 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class TorchSchedule:
-    """Runs the stages of `own` by the PyTorch schedule that `schedule` names.
+class TorchPipeline(OwnStages):
+    """Holds this rank's stages, and runs them by the PyTorch schedule that `schedule` names.
 
     All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
 
-    def __init__(self, own: OwnStages, schedule: str) -> None:
-        self.own, is_multi = own, schedule not in ("gpipe", "1f1b")
-        stages = [self._stage(int(index)) for index in own.stages]
+    is_observed = False
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: str,
+        microbatches: int,
+        example: Tensor,
+        rank_of: dict[int, int],
+    ) -> None:
+        super().__init__(stages, microbatches, loss_of, example, rank_of)
+        parts, is_multi = [self._part(int(index)) for index in self.stages], schedule not in ("gpipe", "1f1b")
 
         def share_of_loss(y: Tensor, target: Tensor) -> Tensor:
-            return loss_of(y, target, own.num_targets)
+            return loss_of(y, target, self.num_targets)
 
         try:
             # Without scale_grads: it would divide a gradient once for each stage that holds the weight.
             self.schedule = SCHEDULES[schedule](
-                stages if is_multi else stages[0], own.microbatches, loss_fn=share_of_loss, scale_grads=False
+                parts if is_multi else parts[0], microbatches, loss_fn=share_of_loss, scale_grads=False
             )
         except (ValueError, AssertionError) as error:
             reason = str(error).rstrip(".")
@@ -94,24 +104,29 @@ class TorchSchedule:
                 f"PyTorch's {schedule} refuses: {reason}. Make --microbatches a multiple of the ranks."
             ) from error
 
-    def _stage(self, index: int) -> PipelineStage:
+    def _part(self, index: int) -> PipelineStage:
         # If the example of an input requires a gradient, each received activation does.
         like = [
             torch.empty_like(boundary).requires_grad_(boundary.is_floating_point())
-            for boundary in (self.own.boundaries[index], self.own.boundaries[index + 1])
+            for boundary in (self.boundaries[index], self.boundaries[index + 1])
         ]
-        module = self.own.stages[str(index)]
+        module = self.stages[str(index)]
         module.register_forward_hook(lambda _, __, y: y.clone() if y._is_view() else y)
-        return PipelineStage(module, index, self.own.last + 1, self.own.device, *like, group=self.own.group)
+        return PipelineStage(module, index, self.last + 1, self.device, *like, group=self.group)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Do the forward and the backward of the full batch, as Pipeline.step."""
-        self.own.begin_step(x, y)
-        losses: list[Tensor] = []
-        is_first, is_last = "0" in self.own.stages, str(self.own.last) in self.own.stages
-        target = y if is_last else None
-        self.schedule.step(*(x,) * is_first, target=target, losses=losses, return_outputs=False)
-        return torch.stack(losses).detach().sum() if is_last else None
+        self.begin_step(x, y)
+        target = y if self.has_loss else None
+        inputs = (x,) if "0" in self.stages else ()
+        self.schedule.step(*inputs, target=target, losses=self.losses, return_outputs=False)
+        self.losses = [loss.detach() for loss in self.losses]
+        return self.end_step()
+
+    def traffic(self) -> Traffic:
+        """Return what this rank sends in a step by itself: tied gradients. PyTorch sends all else."""
+        tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
+        return Traffic(sum(tied), len(tied))
 
 
 @dataclasses.dataclass
@@ -135,21 +150,19 @@ def main(cluster: Cluster, args: Args) -> None:
     table = table_of(args.schedule, cluster.world_size, args.microbatches, args.chunks)
     rank_of, m = placement(table), args.microbatches
     stages = balanced_stages(model, len(rank_of), args.balance)
-    pipeline = OwnStages(stages, m, loss_of, rank_of=rank_of, **options)
-    native = TorchSchedule(pipeline, args.schedule)
+    pipeline = TorchPipeline(stages, args.schedule, m, options["example"], rank_of)
     optimizer = run.optimizer(pipeline)
     with run.checkpointing(pipeline, optimizer) as first:
         for step in range(first, args.steps):
             x, y = run.batch(step)
             with run.step() as record:
                 optimizer.zero_grad()
-                loss = native.step(x, y)
-                pipeline.finish_gradient_sync()
+                loss = pipeline.step(x, y)
+                pipeline.finish_gradient_sync()  # of an embedding that two stages share
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            tied = [copy.nbytes for copy, _ in pipeline.tied]  # torch's own messages are not counted
-            run.expect_traffic(Traffic(sum(tied), len(tied)))
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     run.finish(pipeline)

@@ -65,7 +65,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
                 with span("step", "optimizer"):
                     optimizer.step()
                 record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic_per_step())
+            run.expect_traffic(pipeline.traffic())
             run.evaluate(step, pipeline)
             run.stop_if_asked(step)
     n, fewest = {"zb_h1": (1, p), "zb_v": (2, 2 * p - 1), "dualpipe_v": (2, 2 * p)}[args.schedule]

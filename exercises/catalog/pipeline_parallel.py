@@ -14,13 +14,14 @@ ROW = (
 MESSAGES = "tests/pipeline_parallel/test_messages.py::"
 DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
 BEHAVIOUR = "tests/pipeline_parallel/test_behaviour.py::"
+BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 
 EXERCISES = (
     Exercise(
         name="splitter",
         title="Dividing layers into stages",
         notebook="08_pipelines",
-        target="pipeline_parallel.balance.cut",
+        target="pipeline_parallel.stage.cut",
         tests=(
             SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
             SPLIT + "test_layers_that_stages_do_not_divide_are_spread_evenly",
@@ -93,6 +94,48 @@ EXERCISES = (
             "before needs. Keep each microbatch's input and output until its backward.",
             "First all forwards, then all backwards: output.backward(gradient). The loss of a microbatch is "
             "divided by their number. Send detached, contiguous tensors with isend, and wait at the end.",
+        ),
+    ),
+    Exercise(
+        name="one_f_one_b_by_hand",
+        title="Another order, and less memory",
+        notebook="08_pipelines",
+        target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
+        tests=(
+            NARRATED + "test_one_f_one_b_by_hand_equals_one_process",
+            BY_HAND + "test_1f1b_by_hand_has_the_order_of_its_table_on_any_number_of_ranks",
+            BY_HAND + "test_1f1b_by_hand_holds_one_microbatch_for_each_rank_from_its_own_on",
+        ),
+        difficulty=2,
+        minutes=25,
+        needs=("gpipe_by_hand",),
+        doc="""
+            Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
+
+                rank 0   F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+                rank 1   .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+                rank 2   .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+
+            The picture is 1F1B on three ranks with four microbatches. GPipe's forwards and backwards come in
+            another order: a rank begins with some forwards, then does one forward and one backward in turn,
+            and ends with the backwards that are left. With p ranks, rank r never holds the activations of
+            more than p-r microbatches. There may be fewer microbatches than ranks.
+        """,
+        helps=(
+            "self.begin_step(x, y), self.end_step() -> Tensor | None\n    Call them first and last; "
+            "self.end_step() returns the loss.",
+            "self.forward_of(i), self.backward_of(i)\n    "
+            "Do the forward of microbatch i, or its backward, with their messages.",
+            "self.rank: int, self.last: int\n    This rank, and the last one.",
+            "self.microbatches: int",
+        ),
+        hints=(
+            "How many forwards can each rank do before the first gradient can have come back to it? Look at "
+            "the last rank first, and then at the one before it.",
+            "Three loops: forwards alone, a forward and a backward in turn, backwards alone. Rank r begins "
+            "with one forward for each rank after it, or with all forwards if there are fewer.",
+            "With w forwards in the first loop, the second one does forward_of(i) and backward_of(i - w), "
+            "for each i from w on. The last w backwards are left for the third.",
         ),
     ),
     Exercise(

@@ -4,6 +4,7 @@ from exercises.mutants import mutant
 
 MUTANT_KILLERS = "tests/pipeline_parallel/test_mutant_killers.py::"
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
+BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 
 mutant(
     "pipeline_activations_kept",
@@ -27,13 +28,8 @@ mutant(
 mutant(
     "pipeline_by_hand_gradients_in_reverse",
     "Gradients are wrong: ranks run the backwards in different orders and mix up the microbatches.",
-    target="pipeline_parallel.train_afab.AllForwardAllBackward.step",
-    changes={
-        "(given, made), gradient = kept[i], None": (
-            "(given, made), gradient = kept[i] if is_last else kept.pop(), None"
-        ),
-        "kept[i] = None": "",
-    },
+    target="pipeline_parallel.train_afab.AllForwardAllBackward.backward_of",
+    changes={"self.kept.pop(i)": "self.kept.pop(i if self.rank == self.last else max(self.kept))"},
     killer=NARRATED + "test_gpipe_by_hand_equals_one_process",
     symptom="With GPipe by hand the loss is right, and the gradients are wrong.",
 )
@@ -42,8 +38,35 @@ mutant(
     "pipeline_by_hand_sends_the_activation_back",
     "All stages but the last learn nonsense: an activation is sent back instead of its gradient.",
     target="pipeline_parallel.train_model_parallel.ModelParallel.step",
-    changes={"send(given.grad, rank - 1)": "send(given.detach(), rank - 1)"},
+    changes={"send(given.grad,": "send(given.detach(),"},
     killer=NARRATED + "test_model_parallel_equals_one_process",
+)
+
+mutant(
+    "pipeline_by_hand_takes_another_microbatchs_gradient",
+    "In 1F1B gradients are wrong: a backward takes the number of the forward before it.",
+    target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
+    changes={
+        "self.backward_of(i - warmup)": "self.backward_of(i)",
+        "for i in range(m - warmup, m):": "for i in range(warmup):",
+    },
+    killer=NARRATED + "test_one_f_one_b_by_hand_equals_one_process",
+)
+
+mutant(
+    "pipeline_by_hand_warms_up_too_little",
+    "1F1B is slower than GPipe: with a forward too few at the beginning, ranks wait for each other's work.",
+    target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
+    changes={"min(self.last - self.rank, m)": "min(max(0, self.last - self.rank - 1), m)"},
+    killer=BY_HAND + "test_1f1b_by_hand_has_the_order_of_its_table_on_any_number_of_ranks",
+)
+
+mutant(
+    "pipeline_by_hand_warms_up_too_much",
+    "Each rank needs memory for one microbatch more than 1F1B should: it begins with a forward too many.",
+    target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
+    changes={"min(self.last - self.rank, m)": "min(self.last - self.rank + 1, m)"},
+    killer=BY_HAND + "test_1f1b_by_hand_holds_one_microbatch_for_each_rank_from_its_own_on",
 )
 
 mutant(
@@ -124,7 +147,7 @@ mutant(
     "pipeline_loss_of_the_last_microbatch",
     "The printed loss is noisy and too small: it has only the last microbatch's part of the mean.",
     target="pipeline_parallel.pipeline.Pipeline.hand_over",
-    changes={"losses.append(made)": "losses[:] = [made]"},
+    changes={"self.losses.append(made)": "self.losses[:] = [made]"},
     killer=MUTANT_KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
     cause="only the last one used",
     symptom="The printed loss is noisy and too small, and training is right.",
@@ -165,8 +188,8 @@ mutant(
         "Tied weights differ from the first step on: what the second rank receives goes into a clone "
         "of its copy."
     ),
-    target="pipeline_parallel.own_stages.OwnStages._make_copies_equal",
-    changes={"copy.data.copy_(theirs)": "copy.detach().clone().copy_(theirs)"},
+    target="pipeline_parallel.own_stages.OwnStages._tie",
+    changes={"broadcast(parameter.data,": "broadcast(parameter.detach().clone(),"},
     killer=MUTANT_KILLERS + "test_tied_copies_are_equal_before_the_first_step",
     cause="Is a broadcast missing",
     symptom="The two copies of a tied weight differ from the first step on.",

@@ -388,12 +388,12 @@ uneven.compare(round(slow.makespan / 0.05))
 # Only one stage of three became slower, and the step takes 40 ticks instead of 24: in each round the ranks wait for the
 # slowest stage. The same work divided evenly, 4/3 of a tick for each stage, would take
 # (6 + 2) · 4 = 32 ticks. So where you cut the model matters more than the schedule.
-# [pipeline_parallel/balance.py](../pipeline_parallel/balance.py) cuts by the number of layers or of parameters. For a GPT of
+# [pipeline_parallel/stage.py](../pipeline_parallel/stage.py) cuts by the number of layers or of parameters. For a GPT of
 # ten blocks:
 
 # %%
 from lab.models.model import GPT, GPTConfig
-from pipeline_parallel.balance import costs_of, cut
+from pipeline_parallel.stage import costs_of, cut
 from lab.models.parts import parts_of
 
 gpt = GPT(GPTConfig.named("tiny", num_layers=10))

@@ -14,8 +14,6 @@ from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from pipeline_parallel.train_afab import AllForwardAllBackward
-from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.data_parallel import equivalence as data_parallel
 from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import SHORT, on_gpus
@@ -91,7 +89,7 @@ def test_a_pipeline_equals_one_process(schedule: str, chunks: int, ranks: int = 
     on_gpus(compare, ranks=ranks, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize(("schedule", "lesson"), [("naive", ModelParallel), ("gpipe", AllForwardAllBackward)])
+@pytest.mark.parametrize(("schedule", "lesson"), pipelines.BY_HAND.items())
 def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
     def compare(cluster: Cluster) -> None:
         make = lambda: pipelines.gpt(num_layers=3)  # noqa: E731

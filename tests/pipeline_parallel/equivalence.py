@@ -15,15 +15,20 @@ from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER
 from pipeline_parallel.actions import Table, num_microbatches, placement
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, table_of
+from pipeline_parallel.stage import balanced_stages
+from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
+from pipeline_parallel.train_afab import AllForwardAllBackward
+from pipeline_parallel.train_model_parallel import ModelParallel
 
 RTOL, LEARNING_RATE = 1e-9, 0.3
 VOCABULARY, TIME = 13, 5
 
 Batch = tuple[Tensor, Tensor]
+
+BY_HAND = {"naive": ModelParallel, "gpipe": AllForwardAllBackward, "1f1b": OneForwardOneBackward}
 
 # Name and chunks, with interleaving in two and in three.
 ALL_SCHEDULES = [*((name, 2) for name in SCHEDULES), ("interleaved", 3)]
@@ -153,7 +158,7 @@ def compare_with_one_process(
         wanted = loss if rank_of[len(rank_of) - 1] == pipeline.rank else None
         assert_same({"loss": given}, {"loss": wanted}, RTOL, f"result,{where},")
         assert_same(own_gradients(pipeline), only(gradients, own), RTOL, f"gradient,{where},")
-        assert sent == pipeline.traffic_per_step(), f"{where}: {sent}, and {pipeline.traffic_per_step()}"
+        assert sent == pipeline.traffic(), f"{where}: {sent}, and {pipeline.traffic()}"
         optimizer.step()
     trained = {name: parameter.detach() for name, parameter in own.items()}
     assert_same(trained, only(expected.trained, own), RTOL, f"parameter,{what},")

@@ -11,8 +11,8 @@ from lab.trace.ledger import LEDGER
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.analysis.validate import validate
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.schedules import one_f_one_b
+from pipeline_parallel.stage import balanced_stages
 from pipeline_parallel.train_afab import AllForwardAllBackward
 
 SIZES = ((1, 1), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9))  # stages, microbatches

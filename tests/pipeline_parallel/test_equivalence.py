@@ -12,10 +12,9 @@ from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b, stages_per_rank
-from pipeline_parallel.train_afab import AllForwardAllBackward
-from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
+    BY_HAND,
     RTOL,
     cnn,
     compare_schedule,
@@ -68,7 +67,7 @@ def transposed() -> nn.Module:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_the_steps_by_hand_have_the_gradients_and_messages_of_their_tables(n: int):
     def compare(cluster: Cluster) -> None:
-        for name, lesson in (("naive", ModelParallel), ("gpipe", AllForwardAllBackward)):
+        for name, lesson in BY_HAND.items():
             compare_schedule(cluster, name, 5, partial(mlp, n + 1), vectors, by_hand=lesson)
             if n == 3:
                 recomputed = {"by_hand": lesson, "recompute": True}

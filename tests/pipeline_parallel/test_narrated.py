@@ -8,9 +8,10 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace import timeline
 from pipeline_parallel.actions import table_text
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline_parallel.stage import balanced_stages
+from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 
@@ -84,6 +85,41 @@ def test_gpipe_by_hand_equals_one_process():
             assert_close(parameter.grad, expected[name])
 
     run_ranks(work, 4)
+
+
+def test_one_f_one_b_by_hand_equals_one_process():
+    # Three small stages, for three ranks, and a batch of eight examples.
+    layers = [nn.Linear(5, 6), nn.Linear(6, 7), nn.Linear(7, 3)]
+    model, x, y, expected_loss, expected = one_process(layers, examples=8, width=5)
+
+    # The order of each rank, with four microbatches. A rank begins with one forward for each rank after it;
+    # when it has done its next one, a gradient can have come back.
+    rows = ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+
+    def work(cluster: Cluster) -> None:
+        lesson = OneForwardOneBackward(
+            balanced_stages(model, 3), microbatches=4, loss_of=cross_entropy, example=x[:2]
+        )
+
+        # Note the order of the actions, as a timeline does.
+        timeline.start_recording()
+        loss = lesson.step(x, y)
+        done = [event.args for event in timeline.recorded() if "action" in event.args]
+        order = [f"{args['action']}{args['microbatch']}" for args in done]
+        assert order == rows[cluster.rank].split()
+
+        # A forward makes activations, and the backward of its microbatch frees them: at most 3, 2 and 1 are
+        # held at a time, of any number of microbatches.
+        held = [sum(1 if action[0] == "F" else -1 for action in order[: i + 1]) for i in range(len(order))]
+        assert max(held) == 3 - cluster.rank
+
+        # The order changes nothing in the sums.
+        if cluster.rank == 2:
+            assert_close(loss, expected_loss)
+        for name, parameter in lesson.named_own_parameters().items():
+            assert_close(parameter.grad, expected[name])
+
+    run_ranks(work, 3)
 
 
 def test_one_f_one_b_equals_one_process():
@@ -162,7 +198,7 @@ def test_interleaved_1f1b_equals_one_process():
 
         # The price of the smaller bubble: three boundaries between ranks in place of one. Rank 0 sends over
         # the first and the third the activations of four microbatches, and over the second their gradients.
-        assert pipeline.traffic_per_step().messages_sent == 12
+        assert pipeline.traffic().messages_sent == 12
 
     run_ranks(work, 2)
 

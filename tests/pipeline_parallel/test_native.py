@@ -11,10 +11,9 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.ranks import forked, run_ranks
 from pipeline_parallel.actions import placement
-from pipeline_parallel.balance import balanced_stages
-from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.train_torch_pipelining import TorchSchedule
+from pipeline_parallel.stage import balanced_stages
+from pipeline_parallel.train_torch_pipelining import TorchPipeline
 from tests.pipeline_parallel.equivalence import (
     RTOL,
     Batch,
@@ -38,16 +37,15 @@ def compare_with_one_process(
     (x, y), reference = batch, make()
     what = f"{name}, {type(reference).__name__} on {cluster.world_size} ranks"
     rank_of = placement(table_of(name, cluster.world_size, microbatches))
-    own = OwnStages(
-        balanced_stages(make(), len(rank_of)), microbatches, loss_of, x[: len(x) // microbatches], rank_of
-    )
+    stages = balanced_stages(make(), len(rank_of))
+    pipeline = TorchPipeline(stages, name, microbatches, x[: len(x) // microbatches], rank_of)
     expected = loss_of(reference(x), y)
     expected.backward()
-    loss = TorchSchedule(own, name).step(x, y)
-    own.finish_gradient_sync()
-    is_last = rank_of[own.last] == cluster.rank
+    loss = pipeline.step(x, y)
+    pipeline.finish_gradient_sync()
+    is_last = rank_of[pipeline.last] == cluster.rank
     assert_same({"loss": loss}, {"loss": expected.detach() if is_last else None}, RTOL, f"loss, {what},")
-    mine = own_gradients(own)
+    mine = own_gradients(pipeline)
     assert_same(mine, only(gradients_of(reference), mine), RTOL, f"gradient, {what},")
 
 
@@ -68,11 +66,9 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
             ("dualpipe_v", 5, "at least as many microbatches as stages"),
         ):
             (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
-            own = OwnStages(
-                balanced_stages(gpt(num_layers=6), len(rank_of)), microbatches, loss_of, x[:1], rank_of
-            )
+            stages = balanced_stages(gpt(num_layers=6), len(rank_of))
             with pytest.raises(WorkbookError, match=sentence) as refusal:
-                TorchSchedule(own, name)
+                TorchPipeline(stages, name, microbatches, x[:1], rank_of)
             assert "\n" not in str(refusal.value)
 
     run_ranks(refuse, 3)

@@ -12,12 +12,11 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
 from lab.models.parts import parts_of
 from lab.ranks import run_ranks
-from pipeline_parallel.balance import balanced_stages
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
-from pipeline_parallel.stage import Stage
-from pipeline_parallel.train_afab import AllForwardAllBackward
+from pipeline_parallel.stage import Stage, balanced_stages
+from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
 from tests.pipeline_parallel.equivalence import gpt, mlp, text, vectors
 from training.evaluation import evaluating
 
@@ -80,7 +79,7 @@ def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process():
 def test_a_step_after_the_tied_gradients_were_added_up_is_refused():
     def work(cluster: Cluster) -> None:
         x, y = text(4)
-        for make in (Pipeline, AllForwardAllBackward):
+        for make in (Pipeline, OneForwardOneBackward):
             model = gpt(num_layers=2)
             how = (model, one_f_one_b(2, 2)) if make is Pipeline else (balanced_stages(model, 2), 2)
             pipeline = make(*how, loss_of, x[:2])

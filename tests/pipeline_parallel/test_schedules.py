@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline_parallel import (
     train_1f1b,
+    train_1f1b_by_hand,
     train_afab,
     train_interleaved,
     train_model_parallel,
@@ -120,6 +121,7 @@ PICTURES = {
     },
     "train_model_parallel": (naive, train_model_parallel.__doc__),
     "train_afab": (gpipe, train_afab.__doc__),
+    "train_1f1b_by_hand": (one_f_one_b, train_1f1b_by_hand.__doc__),
     "train_1f1b": (one_f_one_b, train_1f1b.__doc__),
     "train_interleaved": (interleaved_1f1b, train_interleaved.__doc__),
     "train_zero_bubble": (zb_h1, train_zero_bubble.__doc__),

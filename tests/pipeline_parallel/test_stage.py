@@ -12,8 +12,7 @@ from torch import nn
 
 from lab.launch.errors import WorkbookError
 from lab.models.parts import parts_of
-from pipeline_parallel.balance import costs_of, cut
-from pipeline_parallel.stage import Stage
+from pipeline_parallel.stage import Stage, costs_of, cut
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
 README = Path(__file__).parents[2] / "pipeline_parallel" / "README.md"

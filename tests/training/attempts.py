@@ -15,7 +15,7 @@ NAMES = {name: f"data_parallel_{name}" for name in ("naive", "overlap", "ddp")}
 NAMES |= {"bucket": "data_parallel_bucket_overlap", "accumulation": "data_parallel_naive_grad_accumulation"}
 NAMES |= {"cnn": "data_parallel_ddp"}
 OWN: dict[str, dict[str, Any]] = {"cnn": {"model": "baby_cnn", "batch_size": 240, "lr": 1e-2}}
-OWN |= {mode: {"microbatches": 4} for mode in ("pipeline_afab", "pipeline_1f1b")}
+OWN |= {mode: {"microbatches": 4} for mode in ("pipeline_afab", "pipeline_1f1b_by_hand", "pipeline_1f1b")}
 STEPS = 4
 SHORT = {"size": "tiny", "batch_size": 12, "lr": 3e-3, "steps": STEPS}
 

@@ -16,8 +16,6 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import IGNORED, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.train_afab import AllForwardAllBackward
-from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.context_parallel import equivalence as contexts
 from tests.data_parallel import equivalence as data_parallel
 from tests.expert_parallel import equivalence as experts
@@ -115,7 +113,7 @@ def test_gradients_of_pipelines_are_those_of_one_process():
                 cluster, name, 4, lambda: pipelines.gpt(num_layers=6),
                 lambda rows: with_prompts(pipelines.text(rows)),
             )  # fmt: skip
-        for by_hand in (ModelParallel, AllForwardAllBackward):
+        for by_hand in pipelines.BY_HAND.values():
             pipelines.compare_schedule(
                 cluster, "gpipe", 4, pipelines.gpt, lambda rows: with_prompts(pipelines.text(rows)),
                 by_hand=by_hand,
