@@ -2,7 +2,8 @@
 
 An exercise replaces a part of a lesson with the learner's implementation, and a mutant replaces it with a
 wrong one. The lesson's own tests judge both. `from module import name` copies a reference, so the replacement
-is written to every module that binds the original, not only to the one that defines it.
+is written to every module that binds the original, not only to the one that defines it, and to the tables of
+modules that have it as a value, such as `SCHEDULES = {"gpipe": gpipe}`.
 """
 
 import contextlib
@@ -39,14 +40,14 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     if isinstance(original, classmethod | staticmethod) and not isinstance(implementation, type(original)):
         implementation = type(original)(implementation)
     for place, binding in [(owner, name), *_bindings(original, path)]:
-        setattr(place, binding, implementation)
+        _bind(place, binding, implementation)
     try:
         yield
     finally:
         # Modules that were imported in the meantime bind the implementation under the original's name.
         for place, binding in [(owner, name), *_bindings(implementation, path)]:
-            if (place, binding) not in own_bindings:
-                setattr(place, binding, original)
+            if not any(place is other and binding == key for other, key in own_bindings):
+                _bind(place, binding, original)
         _active.clear()
         _active.update(before)
 
@@ -60,19 +61,29 @@ def apply(replacements: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _bindings(value: Any, path: str) -> list[tuple[Any, str]]:
-    """Return the modules, with the names, that bind this object, which belongs to `path`.
+def _bind(place: Any, binding: Any, value: Any) -> None:
+    if isinstance(place, dict):
+        place[binding] = value
+    else:
+        setattr(place, binding, value)
 
-    Libraries do not bind our objects, and reading theirs would copy memory pages that a forked rank shares.
+
+def _bindings(value: Any, path: str) -> list[tuple[Any, Any]]:
+    """Return the modules, with the names, and the modules' dicts, with the keys, that have this object.
+
+    It belongs to `path`. Libraries do not have our objects, and reading theirs would copy memory pages that a
+    forked rank shares.
     """
-    own_package = path.partition(".")[0]
-    return [
-        (module, binding)
-        for name, module in list(sys.modules.items())
-        if (package := name.partition(".")[0]) == own_package or not _is_library(package)
-        for binding, bound in list(getattr(module, "__dict__", {}).items())
-        if bound is value
-    ]
+    own_package, found = path.partition(".")[0], list[tuple[Any, Any]]()
+    for name, module in list(sys.modules.items()):
+        if (package := name.partition(".")[0]) != own_package and _is_library(package):
+            continue
+        for binding, bound in list(getattr(module, "__dict__", {}).items()):
+            if bound is value:
+                found.append((module, binding))
+            elif type(bound) is dict and not binding.startswith("__"):
+                found += [(bound, key) for key, each in bound.items() if each is value]
+    return found
 
 
 def _is_library(package: str) -> bool:

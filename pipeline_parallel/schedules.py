@@ -283,16 +283,16 @@ def dualpipe_v(ranks: int, microbatches: int) -> Table:
     return table
 
 
-# By the names that scripts use, all with the same arguments. A lambda also calls a function put in its place.
-SCHEDULES: dict[str, Callable[[int, int, int], Table]] = {
-    "naive": lambda ranks, microbatches, chunks: naive(ranks, microbatches),
-    "gpipe": lambda ranks, microbatches, chunks: gpipe(ranks, microbatches),
-    "1f1b": lambda ranks, microbatches, chunks: one_f_one_b(ranks, microbatches),
-    "interleaved": lambda ranks, microbatches, chunks: interleaved_1f1b(ranks, microbatches, chunks),
-    "zb_h1": lambda ranks, microbatches, chunks: zb_h1(ranks, microbatches),
-    "zb_v": lambda ranks, microbatches, chunks: zb_v(ranks, microbatches),
-    "dualpipe_v": lambda ranks, microbatches, chunks: dualpipe_v(ranks, microbatches),
+SCHEDULES: dict[str, Callable[..., Table]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_1f1b,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
 }
+"""The schedules by the names that scripts use."""
 
 V_SHAPED = ("zb_v", "dualpipe_v")  # down the ranks and up again
 
@@ -304,7 +304,8 @@ def stages_per_rank(name: str, chunks: int = 2) -> int:
 
 def table_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Table:
     """Return the schedule of that name for this number of ranks; `chunks` is for `interleaved` alone."""
-    return SCHEDULES[name](ranks, microbatches, chunks)
+    options = {"chunks": chunks} if name == "interleaved" else {}
+    return SCHEDULES[name](ranks, microbatches, **options)
 
 
 def _rounds(ranks: int, microbatches: int) -> list[int]:

@@ -7,6 +7,7 @@ import comm.shards
 from lab import replace
 from lab.ranks import run_ranks
 from lab.replace import replaced
+from pipeline_parallel.schedules import gpipe, one_f_one_b, table_of
 
 BINDING = (comm.shards, comm.cost, comm.collectives)
 
@@ -20,6 +21,13 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_name_and_comes_back_
         assert {module.shard_sizes for module in BINDING} == {everything_to_rank_0}
         raise ZeroDivisionError
     assert {module.shard_sizes for module in BINDING} == {original} and replace.active() == {}
+
+
+def test_a_function_is_replaced_in_a_modules_table_of_functions_too():
+    table = one_f_one_b(2, 3)
+    with replaced("pipeline_parallel.schedules.gpipe", lambda stages, microbatches: table):
+        assert table_of("gpipe", 2, 3) is table
+    assert table_of("gpipe", 2, 3) == gpipe(2, 3) != table
 
 
 def test_what_is_replaced_here_is_replaced_in_every_rank():
