@@ -43,7 +43,6 @@ from comm.point_to_point import irecv, isend
 from lab.trace.device_clock import Later
 from lab.trace.timeline import span
 from pipeline_parallel.actions import (
-    BACKWARD,
     FORWARD,
     GANTT_KIND,
     INPUT_GRADIENT,
@@ -93,7 +92,7 @@ class Pipeline(OwnStages):
         super().__init__(stages, microbatches, loss_of, example, rank_of, group, recompute, tick)
         self.table = table
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)
-        self.is_split = any(action.kind == INPUT_GRADIENT for row in table for action in row)
+        self.split = {action[1:] for action in self.row if action.kind == INPUT_GRADIENT}
         for stage in self.stages.values():
             stage.deferring = Deferring
         self.chunk_of = {int(stage): chunk for chunk, stage in enumerate(self.stages)}
@@ -139,24 +138,25 @@ class Pipeline(OwnStages):
             x = self.xs[microbatch] if given is None else given.requires_grad_()
             return self.forward_of(microbatch, stage, x, self.ys[microbatch] if stage == self.last else None)
         with torch.autocast(self.device.type, enabled=False):  # it computes in the dtypes of its forward
-            dx = None if kind == WEIGHT_GRADIENT else self.input_gradient_of(microbatch, stage, given)
-            if kind in (BACKWARD, WEIGHT_GRADIENT):
+            if kind == WEIGHT_GRADIENT:
                 compute_gradients(self.later.pop((microbatch, stage)))
-        return dx
+                return None
+            return self.backward_of(microbatch, stage, given)
 
     def forward_of(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
         """Return the stage's output, or its share of the mean loss, and keep what the backward needs."""
-        later = self.later[microbatch, stage] = []
-        y = self.stages[str(stage)](x, target, later if self.is_split else None)
+        place = microbatch, stage
+        later = self.later.setdefault(place, []) if place in self.split else None
+        y = self.stages[str(stage)](x, target, later)
         if target is not None:
             y = y * self.shares[microbatch]
-        self.kept[microbatch, stage] = x, get_gradient_edge(y) if y.requires_grad else None
+        self.kept[place] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
-    def input_gradient_of(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
+    def backward_of(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """Return the gradient of the stage's input, given that of its output; None is for the loss.
 
-        If backwards are split, the weight gradients of linear layers are left to `later`.
+        If the backward is split, the weight gradients of linear layers are left to `later`.
         """
         x, edge = self.kept.pop((microbatch, stage))
         if edge is not None:  # a first stage that is frozen has no gradient to compute

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lab.launch.errors import WorkbookError
-from lab.models.parts import Part, as_sequential, parts_of
+from lab.models.parts import ModelPart, as_sequential, parts_of
 from lab.trace.device_clock import DeviceClock, Later
 from training.valid_targets import is_valid
 
@@ -40,7 +40,7 @@ class Stage(nn.Module):
     Sublinear Memory Cost", 2016, arXiv:1604.06174). With a `clock` nothing is computed.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[ModelPart]) -> None:
         super().__init__()
         self.parts, self.config = parts, getattr(model, "config", None)  # GPT.embed looks at the config
         self.recompute = False
@@ -90,7 +90,7 @@ def balanced_stages(
     return [Stage(model, [parts[i] for i in of_stage]) for of_stage in ranges]
 
 
-def costs_of(model: nn.Module, parts: list[Part], balance: Balance) -> list[float]:
+def costs_of(model: nn.Module, parts: list[ModelPart], balance: Balance) -> list[float]:
     """Return the cost of each part. For an nn.Sequential "layers" means parameters, too."""
     if balance == "layers" and not isinstance(model, nn.Sequential):
         return [float(part.layers) for part in parts]

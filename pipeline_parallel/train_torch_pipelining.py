@@ -61,7 +61,7 @@ from pipeline_parallel.stage import Stage, balanced_stages
 from training.arguments import NotOffered
 from training.validate import validate_nccl
 
-SCHEDULES: dict[str, Any] = {
+TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
@@ -95,7 +95,7 @@ class TorchPipeline(OwnStages):
 
         try:
             # Without scale_grads: it would divide a gradient once for each stage that holds the weight.
-            self.schedule = SCHEDULES[schedule](
+            self.schedule = TORCH_SCHEDULES[schedule](
                 parts if is_multi else parts[0], microbatches, loss_fn=share_of_loss, scale_grads=False
             )
         except (ValueError, AssertionError) as error:

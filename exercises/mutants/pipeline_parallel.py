@@ -9,7 +9,7 @@ BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 mutant(
     "pipeline_activations_kept",
     "1F1B needs as much memory as GPipe: activations are kept after the backward that has used them.",
-    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    target="pipeline_parallel.pipeline.Pipeline.backward_of",
     changes={
         "self.kept.pop((microbatch, stage))": "self.kept[microbatch, stage]",
         "[dy])": "[dy], retain_graph=True)",
@@ -121,15 +121,15 @@ mutant(
 mutant(
     "pipeline_full_backward_forgets_weights",
     "With some backwards split and others not, the stages with full backwards do not learn.",
-    target="pipeline_parallel.pipeline.Pipeline.compute",
-    changes={"if kind in (BACKWARD, WEIGHT_GRADIENT):": "if kind == WEIGHT_GRADIENT:"},
+    target="pipeline_parallel.pipeline.Pipeline.forward_of",
+    changes={"if place in self.split else None": "if self.split else None"},
     killer=MUTANT_KILLERS + "test_full_backwards_may_stand_beside_split_ones",
 )
 
 mutant(
     "pipeline_last_microbatchs_activations",
     "With several microbatches gradients are wrong: each backward uses the last forward's activations.",
-    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    target="pipeline_parallel.pipeline.Pipeline.backward_of",
     changes={"self.kept.pop((microbatch, stage))": "self.kept.popitem()[1]"},
     killer=MUTANT_KILLERS + "test_a_backward_uses_the_activations_of_its_own_microbatch",
 )
@@ -236,7 +236,7 @@ mutant(
 mutant(
     "pipeline_zeroed_between_microbatches",
     "Only the last microbatch trains the model: each backward clears the gradients of the earlier ones.",
-    target="pipeline_parallel.pipeline.Pipeline.input_gradient_of",
+    target="pipeline_parallel.pipeline.Pipeline.backward_of",
     changes={"if edge is not None:": "self.stages[str(stage)].zero_grad()\nif edge is not None:"},
     killer=MUTANT_KILLERS + "test_gradients_of_the_microbatches_add_up",
     cause="cleared",

@@ -16,7 +16,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, BabyCNN
 
 
-class Part(NamedTuple):
+class ModelPart(NamedTuple):
     """Holds a part of the chain: the names of its modules, what it computes, and how many layers it is."""
 
     modules: tuple[str, ...]
@@ -24,23 +24,31 @@ class Part(NamedTuple):
     layers: int = 1
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[ModelPart]:
     """Return the chain of parts of an nn.Sequential, GPT, MLP or BabyCNN. WorkbookError for other models."""
     if type(model).forward is nn.Sequential.forward:
-        return [Part((name,), partial(_call, name)) for name, _ in model.named_children()]
+        return [ModelPart((name,), partial(_call, name)) for name, _ in model.named_children()]
     if isinstance(model, GPT):
-        blocks = [Part((f"blocks.{i}",), partial(_block, f"blocks.{i}")) for i in range(len(model.blocks))]
-        before = Part(("token_embedding", "position_embedding", "dropout"), GPT.embed, layers=0)
-        return [before, *blocks, Part(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), layers=0)]
+        blocks = [
+            ModelPart((f"blocks.{i}",), partial(_block, f"blocks.{i}")) for i in range(len(model.blocks))
+        ]
+        before = ModelPart(("token_embedding", "position_embedding", "dropout"), GPT.embed, layers=0)
+        return [
+            before,
+            *blocks,
+            ModelPart(("final_norm", "head"), lambda s, x: s.head(s.final_norm(x)), layers=0),
+        ]
     if isinstance(model, MLP):
         last = len(model.layers) - 1
-        return [Part((f"layers.{i}",), partial(_linear, f"layers.{i}", i < last)) for i in range(last + 1)]
+        return [
+            ModelPart((f"layers.{i}",), partial(_linear, f"layers.{i}", i < last)) for i in range(last + 1)
+        ]
     if isinstance(model, BabyCNN):
         return [
-            Part(("conv1",), lambda stage, x: F.relu(stage.conv1(x))),
-            Part(("conv2",), lambda stage, x: F.max_pool2d(F.relu(stage.conv2(x)), 2).flatten(1)),
-            Part(("linear1",), lambda stage, x: F.relu(stage.linear1(x))),
-            Part(("linear2",), lambda stage, x: stage.linear2(x)),
+            ModelPart(("conv1",), lambda stage, x: F.relu(stage.conv1(x))),
+            ModelPart(("conv2",), lambda stage, x: F.max_pool2d(F.relu(stage.conv2(x)), 2).flatten(1)),
+            ModelPart(("linear1",), lambda stage, x: F.relu(stage.linear1(x))),
+            ModelPart(("linear2",), lambda stage, x: stage.linear2(x)),
         ]
     raise WorkbookError(
         f"A {type(model).__name__} cannot be cut into stages: give an nn.Sequential, or a list of modules "

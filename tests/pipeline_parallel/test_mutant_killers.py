@@ -98,7 +98,7 @@ def test_full_backwards_may_stand_beside_split_ones():
         for table in (
             [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
             [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
-            [parse_row("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"), parse_row("2F0 2B0 2F1 2B1")],
+            [parse_row("0F0 1F0 0F1 1F1 1I0 0B0 1I1 1W0 0B1 1W1"), parse_row("2F0 2B0 2F1 2B1")],
         ):
             compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
 
