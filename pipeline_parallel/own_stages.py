@@ -25,7 +25,7 @@ from comm.wire.channels import Channels
 from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic
-from lab.trace.observer import observe_module
+from lab.trace.observer import Describe
 from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
@@ -41,8 +41,6 @@ class OwnStages(nn.Module):
     stage's output. With `recompute` a stage keeps only its input for the backward. With `tick` a clock
     replaces computing: it is the seconds of a microbatch's forward in all stages of a rank.
     """
-
-    is_observed = True  # each forward and backward of a stage is recorded in the timeline
 
     def __init__(
         self,
@@ -70,10 +68,8 @@ class OwnStages(nn.Module):
             stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s])
         stages[-1].loss_of = loss_of
         clock = None if tick is None else DeviceClock(tick / len(own))
-        for s, stage in own.items():
+        for stage in own.values():
             stage.recompute, stage.clock = recompute, clock
-            if self.is_observed:
-                observe_module(stage, partial(self._describe, s))
         # By name in the full model: the stage of each parameter and buffer, and its shape.
         self.layout: dict[str, tuple[int, Tensor]] = {}
         first_names: dict[nn.Parameter, str] = {}  # a tied parameter has two names
@@ -87,11 +83,6 @@ class OwnStages(nn.Module):
         if idle := {*self.rank_of.values()}.difference(*holders.values()):
             raise WorkbookError(f"Rank {min(idle)} would have no parameters to train: cut fewer stages.")
         self._tie({parameter: sorted(ranks) for parameter, ranks in holders.items() if len(ranks) > 1})
-
-    def _describe(self, stage: int, kind: str, number: int) -> dict[str, Any]:
-        """Describe an action for the timeline. In each step the microbatches come in order."""
-        i = number % self.microbatches
-        return {"name": str(i), "action": kind, "microbatch": i, "stage": stage}
 
     def _tie(self, shared: dict[nn.Parameter, list[int]]) -> None:
         """Open channels to other ranks, and make the copies equal that two ranks have of a parameter."""
@@ -212,6 +203,14 @@ class OwnStages(nn.Module):
         for parameter, name in self.first_names.items():
             found += trained_shards(name, parameter, optimizer, is_copy=parameter in copies)
         return found
+
+    def observed(self) -> list[tuple[Stage, Describe]]:
+        """Return each stage, and how the timeline describes its forwards and backwards (training/run.py)."""
+        return [(stage, partial(self._describe, int(name))) for name, stage in self.stages.items()]
+
+    def _describe(self, stage: int, kind: str, number: int) -> dict[str, Any]:
+        i = number % self.microbatches  # in each step they come in order
+        return {"name": str(i), "action": kind, "microbatch": i, "stage": stage}
 
     def traffic(self) -> Traffic:
         """Return what this rank sends in a step: m tensors over each boundary, and tied gradients."""

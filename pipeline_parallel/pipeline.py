@@ -74,8 +74,6 @@ class Pipeline(OwnStages):
     parameters: clip them with this class's own `clip_grad_norm_`.
     """
 
-    is_observed = False  # `step` records its actions, of which some are halves of a backward
-
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -122,6 +120,10 @@ class Pipeline(OwnStages):
             transfer.wait()
         self.leaving.clear()
         return self.end_step()
+
+    def observed(self) -> list[Any]:
+        """Return no stage: `step` records its actions itself, of which some are halves of a backward."""
+        return []
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.

@@ -16,9 +16,8 @@ from lab.launch.errors import WorkbookError
 from lab.trace import timeline
 from lab.trace.makespan import figures_of
 from lab.trace.memory import saved_activations
-from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.stage import Balance
-from training.old_run import Run
+from training.run import Run
 from training.validate import tick_seconds
 
 MOST = 4096  # microbatches, layers or chunks: tables of more take minutes to make and draw
@@ -34,6 +33,7 @@ class Args(training.arguments.Args):
     """Model to train: gpt on text, or baby_cnn on images of handwritten digits."""
     layers: int = 8
     """Number of the GPT's blocks, whatever its --size."""
+    chunks = 1  # stages of a rank; no option, unless a script makes it one
     balance: Balance = "layers"
     """Give the stages about equally many layers, or parameters."""
     recompute: bool = False
@@ -51,7 +51,7 @@ class Args(training.arguments.Args):
     def validate(self, world_size: int) -> None:
         """Refuse numbers that no schedule can have."""
         for option in ("microbatches", "layers", "chunks"):
-            if not 1 <= (number := getattr(self, option, 1)) <= MOST:
+            if not 1 <= (number := getattr(self, option)) <= MOST:
                 raise WorkbookError(f"--{option} {number}: there must be at least 1, and at most {MOST}.")
         if self.batch_size % self.microbatches:
             raise WorkbookError(
@@ -76,12 +76,6 @@ def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, 
         "recompute": args.recompute,
         "tick": None if args.metronome is None else tick_seconds(args.metronome),
     }  # fmt: skip
-
-
-def on_all_ranks(loss: Tensor | None, pipeline: OwnStages) -> Tensor:
-    """Return a number whose mean over the ranks is the loss, which only the last stage's rank has."""
-    nothing = next(pipeline.parameters()).new_zeros(())
-    return nothing if loss is None else loss * (1 + max(pipeline.rank_of.values()))
 
 
 def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -> dict[str, Any]:

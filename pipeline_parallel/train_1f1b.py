@@ -28,10 +28,9 @@ https://arxiv.org/abs/2006.09503.
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
-from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import one_f_one_b
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import Args, begin, figures
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -39,20 +38,15 @@ def main(cluster: Cluster, args: Args) -> None:
     p, m = cluster.world_size, args.microbatches
     pipeline = Pipeline(model, one_f_one_b(p, m), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
-    with run.checkpointing(pipeline, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                loss = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of an embedding that two stages share
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic())
-            run.evaluate(step, pipeline)
-            run.stop_if_asked(step)
-    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
+    for x, y in run.batches(pipeline, optimizer):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        pipeline.finish_gradient_sync()  # of an embedding that two stages share
+        optimizer.step()
+        run.record(loss)  # None on all ranks but the last
+    bubble = (p - 1) / (m + p - 1)
+    rows = figures(cluster, args, pipeline, x, y)
+    run.finish(pipeline, traffic=pipeline.traffic(), bubble_formula=bubble, **rows)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from comm.point_to_point import AnyTransfer, isend, recv
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
-from lab.trace.timeline import span
 from pipeline_parallel.own_stages import OwnStages
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import Args, begin, figures
 from pipeline_parallel.stage import balanced_stages
 
 
@@ -88,20 +87,15 @@ def main(cluster: Cluster, args: Args) -> None:
     p, m = cluster.world_size, args.microbatches
     pipeline = AllForwardAllBackward(balanced_stages(model, p, args.balance), m, loss_of, **options)
     optimizer = run.optimizer(pipeline)
-    with run.checkpointing(pipeline, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                loss = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of an embedding that two stages share
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic())
-            run.evaluate(step, pipeline)
-            run.stop_if_asked(step)
-    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=(p - 1) / (m + p - 1))
+    for x, y in run.batches(pipeline, optimizer):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        pipeline.finish_gradient_sync()  # of an embedding that two stages share
+        optimizer.step()
+        run.record(loss)  # None on all ranks but the last
+    bubble = (p - 1) / (m + p - 1)
+    rows = figures(cluster, args, pipeline, x, y)
+    run.finish(pipeline, traffic=pipeline.traffic(), bubble_formula=bubble, **rows)
 
 
 if __name__ == "__main__":

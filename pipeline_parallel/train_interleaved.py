@@ -34,10 +34,9 @@ import dataclasses
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
-from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import Args, begin, figures
 
 
 @dataclasses.dataclass
@@ -55,21 +54,15 @@ def main(cluster: Cluster, args: InterleavedArgs) -> None:
     p, m, v = cluster.world_size, args.microbatches, args.chunks
     pipeline = Pipeline(model, interleaved_1f1b(p, m, v), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
-    with run.checkpointing(pipeline, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                loss = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of an embedding that two stages share
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic())
-            run.evaluate(step, pipeline)
-            run.stop_if_asked(step)
+    for x, y in run.batches(pipeline, optimizer):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        pipeline.finish_gradient_sync()  # of an embedding that two stages share
+        optimizer.step()
+        run.record(loss)  # None on all ranks but the last
     formula = (p - 1) / (v * m + p - 1) if m >= p else None
-    run.finish(pipeline, **figures(cluster, args, pipeline, x, y), bubble_formula=formula)
+    rows = figures(cluster, args, pipeline, x, y)
+    run.finish(pipeline, traffic=pipeline.traffic(), bubble_formula=formula, **rows)
 
 
 if __name__ == "__main__":

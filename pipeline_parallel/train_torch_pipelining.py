@@ -51,12 +51,11 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
 from pipeline_parallel import script
 from pipeline_parallel.actions import placement
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.script import begin, on_all_ranks
+from pipeline_parallel.script import begin
 from pipeline_parallel.stage import Stage, balanced_stages
 from training.arguments import NotOffered
 from training.validate import validate_nccl
@@ -76,8 +75,6 @@ class TorchPipeline(OwnStages):
 
     All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
-
-    is_observed = False
 
     def __init__(
         self,
@@ -123,6 +120,10 @@ class TorchPipeline(OwnStages):
         self.losses = [loss.detach() for loss in self.losses]
         return self.end_step()
 
+    def observed(self) -> list[Any]:
+        """Return no stage: some of PyTorch's schedules cut a backward into halves."""
+        return []
+
     def traffic(self) -> Traffic:
         """Return what this rank sends in a step by itself: tied gradients. PyTorch sends all else."""
         tied = [copy.nbytes for copy, _ in self.tied if copy.requires_grad]
@@ -152,20 +153,13 @@ def main(cluster: Cluster, args: Args) -> None:
     stages = balanced_stages(model, len(rank_of), args.balance)
     pipeline = TorchPipeline(stages, args.schedule, m, options["example"], rank_of)
     optimizer = run.optimizer(pipeline)
-    with run.checkpointing(pipeline, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                loss = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of an embedding that two stages share
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic())
-            run.evaluate(step, pipeline)
-            run.stop_if_asked(step)
-    run.finish(pipeline)
+    for x, y in run.batches(pipeline, optimizer):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        pipeline.finish_gradient_sync()  # of an embedding that two stages share
+        optimizer.step()
+        run.record(loss)  # None on ranks without the last stage
+    run.finish(pipeline, traffic=pipeline.traffic())
 
 
 if __name__ == "__main__":

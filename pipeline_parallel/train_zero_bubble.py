@@ -35,10 +35,9 @@ from typing import Literal
 from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import loss_of
-from lab.trace.timeline import span
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
-from pipeline_parallel.script import Args, begin, figures, on_all_ranks
+from pipeline_parallel.script import Args, begin, figures
 
 
 @dataclasses.dataclass
@@ -55,23 +54,17 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
     p, m = cluster.world_size, args.microbatches
     pipeline = Pipeline(model, table_of(args.schedule, p, m), loss_of, balance=args.balance, **options)
     optimizer = run.optimizer(pipeline)
-    with run.checkpointing(pipeline, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                loss = pipeline.step(x, y)
-                pipeline.finish_gradient_sync()  # of an embedding that two stages share
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(on_all_ranks(loss, pipeline))
-            run.expect_traffic(pipeline.traffic())
-            run.evaluate(step, pipeline)
-            run.stop_if_asked(step)
+    for x, y in run.batches(pipeline, optimizer):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, y)
+        pipeline.finish_gradient_sync()  # of an embedding that two stages share
+        optimizer.step()
+        run.record(loss)  # None on ranks without the last stage
     n, fewest = {"zb_h1": (1, p), "zb_v": (2, 2 * p - 1), "dualpipe_v": (2, 2 * p)}[args.schedule]
     formula = (p - 1) / (3 * n * m + p - 1) if m >= fewest else None  # for f = i = w
     rows = figures(cluster, args, pipeline, x, y)
-    run.finish(pipeline, **rows, bubble_formula=formula, schedule=args.schedule)
+    rows |= {"bubble_formula": formula, "schedule": args.schedule}
+    run.finish(pipeline, traffic=pipeline.traffic(), **rows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from lab.trace import timeline
 from lab.trace.memory import saved_activations
+from lab.trace.observer import observe_module
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import table_of
 from pipeline_parallel.stage import balanced_stages
@@ -31,9 +32,10 @@ def recorded_row(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -
     """Do a step of small microbatches, and return the rank's actions in the order of the timeline."""
     x, y = vectors(microbatches)
     pipeline = lesson(balanced_stages(mlp(5), cluster.world_size), microbatches, loss_of, x[:1])
+    for stage, describe in pipeline.observed():
+        observe_module(stage, describe)
     pipeline.step(x, y)
     timeline.start_recording()
-    pipeline.zero_grad()
     pipeline.step(x, y)
     events = sorted((e for e in timeline.recorded() if "action" in e.args), key=lambda e: e.start_ns)
     assert all(event.args["stage"] == cluster.rank for event in events)

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace import timeline
+from lab.trace.observer import observe_module
 from pipeline_parallel.actions import table_text
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
@@ -71,7 +72,9 @@ def test_gpipe_by_hand_equals_one_process():
             balanced_stages(model, 4), microbatches=6, loss_of=cross_entropy, example=x[:2]
         )
 
-        # Note the order of the actions, as a timeline does.
+        # Note the order of the actions, as the timeline of a script does.
+        for stage, describe in lesson.observed():
+            observe_module(stage, describe)
         timeline.start_recording()
         loss = lesson.step(x, y)
         done = [event.args for event in timeline.recorded() if "action" in event.args]
@@ -101,7 +104,9 @@ def test_one_f_one_b_by_hand_equals_one_process():
             balanced_stages(model, 3), microbatches=4, loss_of=cross_entropy, example=x[:2]
         )
 
-        # Note the order of the actions, as a timeline does.
+        # Note the order of the actions, as the timeline of a script does.
+        for stage, describe in lesson.observed():
+            observe_module(stage, describe)
         timeline.start_recording()
         loss = lesson.step(x, y)
         done = [event.args for event in timeline.recorded() if "action" in event.args]

@@ -134,16 +134,16 @@ def test_arguments_that_make_no_sense_are_refused_in_a_sentence():
 
 def train_until_one_dies(cluster: Cluster, environments: list[dict[str, object]]) -> None:
     set_variables(environments[cluster.rank])
-    steps, step = 0, Run.step
+    steps, next_batch = 0, Run._next_batch
 
-    def until_it_dies(self: Run):
+    def until_it_dies(self: Run, step: int):
         nonlocal steps
         steps += 1
         if cluster.rank == 2 and steps == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(self)
+        return next_batch(self, step)
 
-    with mock.patch.object(Run, "step", until_it_dies), joined() as place:
+    with mock.patch.object(Run, "_next_batch", until_it_dies), joined() as place:
         run(place, "1f1b", "--steps", "5")
 
 
