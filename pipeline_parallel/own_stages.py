@@ -4,16 +4,13 @@
       rank     0       1       0       1
                └── boundary 1, 2, 3 ──┘            an activation goes to the right, and its gradient back
 
-Every rank makes the full model with the same seed, and keeps its own stages. No shapes are typed in: once, at
-the start, all stages run on tensors without memory (device "meta"), and so every rank knows what it will
-receive. Two ranks that share a parameter hold a copy each. The copies start equal, and get the sum of both
-gradients.
+Every rank makes the full model with the same seed, and keeps its own stages. At the start all stages run on
+tensors without memory (device "meta"), and so every rank knows the shapes that it will receive. Two ranks that
+share a parameter hold a copy each. The copies start equal, and get the sum of both gradients.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +22,8 @@ from comm.wire.channels import Channels
 from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic
+from lab.trace.makespan import actions_of
 from lab.trace.observer import Describe
-from lab.trace.timeline import span
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
 from training.state_shards import StateShard, buffer_shards, trained_shards
@@ -94,25 +91,24 @@ class OwnStages(nn.Module):
         self.channels = Channels(self.group, pairs)
         # The groups in which messages go to higher and to lower ranks: with one for both nccl would deadlock.
         self.up, self.down = self.channels.of(0, 1), self.channels.of(1, 0)
+        for parameter, (low, _) in shared.items():
+            broadcast(parameter.data, root=low, group=self.group)
         # This rank's copies, and the rank of the other copy.
         self.tied = [(copy, sum(ranks) - self.rank) for copy, ranks in shared.items() if self.rank in ranks]
         self._is_complete = False  # the gradients of the copies are equal
-        for parameter, (low, _) in shared.items():
-            broadcast(parameter.data, root=low, group=self.group)
 
     def finish_gradient_sync(self) -> None:
         """Give both copies of a shared parameter the sum of their gradients; call it before the optimizer."""
         for copy, peer in [] if self._is_complete else self.tied:
             if not copy.requires_grad:
                 continue
-            with span("tied gradient", "wait"):
-                gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
-                theirs = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-                arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))
-                leaving = isend(gradient.contiguous(), peer, self.channels.of(self.rank, peer))
-                arriving.wait()
-                leaving.wait()  # before the sum overwrites what is sent
-                copy.grad = gradient.add_(theirs)
+            gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+            theirs = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            arriving = irecv(theirs, peer, self.channels.of(peer, self.rank))
+            leaving = isend(gradient.contiguous(), peer, self.channels.of(self.rank, peer))
+            arriving.wait()
+            leaving.wait()  # before the sum overwrites what is sent
+            copy.grad = gradient.add_(theirs)
         self._is_complete = True
 
     def begin_step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> None:
@@ -128,9 +124,7 @@ class OwnStages(nn.Module):
                 f"and got {len(x)} and {len(y)} (a DataLoader's last batch may be smaller: drop_last=True)."
             )
         if self._is_complete and any(copy.grad is not None and copy.grad.any() for copy, _ in self.tied):
-            raise WorkbookError(
-                "finish_gradient_sync() has added up gradients that two stages share: call zero_grad() first."
-            )
+            raise WorkbookError("finish_gradient_sync() has added up tied gradients: call zero_grad() first.")
         self._is_complete = False
         self.xs, self.ys = x.chunk(self.microbatches), y.chunk(self.microbatches)
         counts = [count_valid(targets) for targets in self.ys] if self.has_loss else []
@@ -206,11 +200,7 @@ class OwnStages(nn.Module):
 
     def observed(self) -> list[tuple[Stage, Describe]]:
         """Return each stage, and how the timeline describes its forwards and backwards (training/run.py)."""
-        return [(stage, partial(self._describe, int(name))) for name, stage in self.stages.items()]
-
-    def _describe(self, stage: int, kind: str, number: int) -> dict[str, Any]:
-        i = number % self.microbatches  # in each step they come in order
-        return {"name": str(i), "action": kind, "microbatch": i, "stage": stage}
+        return [(stage, actions_of(int(name), self.microbatches)) for name, stage in self.stages.items()]
 
     def traffic(self) -> Traffic:
         """Return what this rank sends in a step: m tensors over each boundary, and tied gradients."""

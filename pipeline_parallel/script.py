@@ -53,10 +53,8 @@ class Args(training.arguments.Args):
         for option in ("microbatches", "layers", "chunks"):
             if not 1 <= (number := getattr(self, option)) <= MOST:
                 raise WorkbookError(f"--{option} {number}: there must be at least 1, and at most {MOST}.")
-        if self.batch_size % self.microbatches:
-            raise WorkbookError(
-                f"--microbatches {self.microbatches} must divide --batch-size {self.batch_size}."
-            )
+        if self.batch_size % (m := self.microbatches):
+            raise WorkbookError(f"--microbatches {m} must divide --batch-size {self.batch_size}.")
 
 
 def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, dict[str, Any]]:
@@ -69,8 +67,7 @@ def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, 
     run.link = measure_link(device=cluster.device)
     if args.link is None:
         run.not_measured = "messages between stages are recorded as spans only with --link"
-    x, _ = run.batch(0)
-    model = run.model()
+    (x, _), model = run.batch(0), run.model()
     return run, getattr(model, "model", model), {  # under the metronome the clock is a stage's, not a layer's
         "example": x[: len(x) // args.microbatches],
         "recompute": args.recompute,

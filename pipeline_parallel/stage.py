@@ -5,11 +5,9 @@
       stages   |------- 0 --------|-- 1 ---|-- 2 ---|--------- 3 --------|
 
 The slowest stage sets the pace of a pipeline, so the most expensive stage is as cheap as can be. A part costs
-its number of layers, or of parameters. Counted in layers, what comes before and after a GPT's blocks costs
-nothing: it goes with the first and the last block.
-
-A stage keeps its modules under the names that they have in the full model, so checkpoints, gradients and
-comparisons find its parameters under the same names.
+its number of layers, or of parameters; counted in layers, what comes before and after a GPT's blocks costs
+nothing. A stage keeps its modules under the names that they have in the full model, so checkpoints, gradients
+and comparisons find its parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,8 +110,7 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return, for the parts from `start` on, the largest cost of a stage, the sum of squared costs, and
-        where each stage ends."""
+        """Return the largest cost, the sum of squared costs and the ends of the stages from `start` on."""
         found = []
         for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
             cost = until[end] - until[start]

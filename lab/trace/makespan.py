@@ -14,8 +14,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from lab.trace.gantt import Event
+from lab.trace.observer import Describe
 
 WARMUP_STEPS = 2
+
+
+def actions_of(stage: int, microbatches: int) -> Describe:
+    """Return how a stage's forwards and backwards are described, whose microbatches come in order."""
+
+    def describe(kind: str, number: int) -> dict[str, Any]:
+        i = number % microbatches
+        return {"name": str(i), "action": kind, "microbatch": i, "stage": stage}
+
+    return describe
 
 
 def figures_of(events: Iterable[Event], ranks: int) -> dict[str, Any]:
