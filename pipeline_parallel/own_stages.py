@@ -5,7 +5,7 @@
                └── boundary 1, 2, 3 ──┘            an activation goes to the right, and its gradient back
 
 Every rank makes the full model with the same seed, and keeps its own stages. At the start all stages run on
-tensors without memory (device "meta"), and so every rank knows the shapes that it will receive. Two ranks that
+tensors without memory (device "meta"), so every rank knows the shapes that it will receive. Two ranks that
 share a parameter hold a copy each. The copies start equal, and get the sum of both gradients.
 """
 
