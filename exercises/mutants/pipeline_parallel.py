@@ -98,11 +98,11 @@ mutant(
         ): (
             "hops = (peer - self.rank) % (1 + max(self.rank_of.values()))\n"
             "if hops % 2 == 1:\n"
-            "    send(gradient, peer, self.group)\n"
+            "    isend(gradient, peer, self.group).wait()\n"
             "    recv(theirs, peer, self.group)\n"
             "else:\n"
             "    recv(theirs, peer, self.group)\n"
-            "    send(gradient, peer, self.group)"
+            "    isend(gradient, peer, self.group).wait()"
         ),
     },
     killer=MUTANT_KILLERS + "test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even",
