@@ -1,6 +1,7 @@
-"""Find the notebooks, and compare the outputs of two executions."""
+"""Find the notebooks and read them, and compare the outputs of two executions."""
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,16 @@ BOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = [book.stem for book in BOOKS]
 
 
-def source_of(book: Path) -> Path:
-    """Return the notebook's cells as text."""
-    return book.parent / "source" / f"{book.stem}.py"
+@cache
+def cells_of(book: Path) -> list[Any]:
+    import nbformat  # takes seconds, and all processes of the tests import this module
+
+    return nbformat.read(book, 4).cells
+
+
+def text_of(book: Path) -> str:
+    """Return what the cells say, without their outputs."""
+    return "\n\n".join(cell.source for cell in cells_of(book))
 
 
 _NUMBER = r"\d[\d,]*(\.\d*)?(e[+-]\d+)?"

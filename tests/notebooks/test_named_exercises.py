@@ -1,7 +1,6 @@
 """A notebook names exercises and bugs that exist."""
 
 import inspect
-import json
 import pydoc
 import re
 
@@ -9,12 +8,12 @@ import pytest
 
 from exercises.catalog import BY_NAME
 from exercises.names import all_exercises
-from tests.notebooks.books import BOOKS, NAMES, source_of
+from tests.notebooks.books import BOOKS, NAMES, cells_of, text_of
 
 PLACES = (
     r'check\(\w+, "(\w+)"\)',
     r"exercises (?:watch|check|hint|bug) ([a-z]\w*)",
-    r"ARGS='(?:watch|check|hint|bug)\s+(?:#\s+)?(\w+)'",
+    r"ARGS='(?:watch|check|hint|bug)\s+(\w+)'",
     r"\b(bug_\w+_[0-9a-f]{3})\b",
     r"exercises/\w+/(\w+)\.py\b",
 )
@@ -22,16 +21,14 @@ PLACES = (
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_each_exercise_that_a_notebook_names_exists(book):
-    text = source_of(book).read_text("utf-8")
-    named = {name for place in PLACES for name in re.findall(place, text)}
+    named = {name for place in PLACES for name in re.findall(place, text_of(book))}
     assert named <= all_exercises().keys()
 
 
 def prose_of(book) -> str:
     """Return the text of a notebook, in which a line break is a blank."""
-    cells = json.loads(book.read_text("utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    return " ".join(" ".join(text.split()) for text in texts)
+    texts = [cell.source for cell in cells_of(book) if cell.cell_type == "markdown"]
+    return " ".join(" ".join(texts).split())
 
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
@@ -52,7 +49,7 @@ def test_a_notebook_says_the_minutes_of_an_exercise_and_the_symptom_of_a_bug(boo
 
 @pytest.mark.parametrize("book", BOOKS, ids=NAMES)
 def test_a_function_to_write_in_a_cell_has_the_parameters_of_the_lesson(book):
-    text = re.sub(r"^# ?", "", source_of(book).read_text("utf-8"), flags=re.M)
+    text = text_of(book)
     for call in re.finditer(r'check\((\w+), "(\w+)"\)', text):
         function, name = call.groups()
         *_, parameters = re.findall(rf"def {function}\((.*)\)", text[: call.start()])
