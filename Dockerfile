@@ -1,6 +1,12 @@
 # This makes two images: `lessons`, which docker-compose.yaml builds, and `notebook`, the same with Jupyter:
 #
 #   docker build --target notebook -t workbook-notebook .
+FROM python:3.11-slim AS pins
+COPY pyproject.toml .
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*project['dependencies'], sep='\n', file=open('lessons.txt', 'w')); \
+    print(*project['optional-dependencies']['notebook'], sep='\n', file=open('notebook.txt', 'w'))"
+
 FROM python:3.11-slim AS libraries
 
 # A container shapes its own link with tc, although nothing in it runs as root: this copy of tc, which only
@@ -20,11 +26,10 @@ RUN install -d -o learner -g learner -m 0775 checkpoints && chown learner:learne
 
 # Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty means no extra index.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-# This comes before the code is copied, so that a change of the code installs nothing again.
-COPY requirements.txt .
-RUN sed -n '/^# lessons/,/^$/p' requirements.txt > /tmp/requirements.txt \
- && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/requirements.txt
+# This comes before the code is copied, so that only a change of these pins installs them again.
+COPY --from=pins lessons.txt /tmp/
+RUN pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/lessons.txt
 
 # PYTHONPATH replaces `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
 ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1
@@ -37,7 +42,7 @@ USER learner
 RUN python -m compileall -qq comm lab training zero low_communication *_parallel || true
 
 FROM libraries AS notebook
-RUN sed -n '/^# notebook/,/^$/p' requirements.txt > /tmp/requirements.txt \
- && pip install --quiet --quiet --root-user-action=ignore --no-cache-dir -r /tmp/requirements.txt
+COPY --from=pins notebook.txt /tmp/
+RUN pip install --quiet --quiet --root-user-action=ignore --no-cache-dir -r /tmp/notebook.txt
 COPY --chown=learner:learner . .
 USER learner
