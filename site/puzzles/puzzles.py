@@ -1,4 +1,4 @@
-"""The ten puzzles: who has which layer at the start, the budget, and the fewest steps that we know of.
+"""The puzzles: who has which layer at the start, the budget, and the fewest steps that we know of.
 
 A rank holds a layer as "full" (weights and optimizer state), "split" (full weights, a shard of the state) or
 "shard" (a shard of both).

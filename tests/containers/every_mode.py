@@ -1,9 +1,8 @@
 """Run the lessons in MODES one after the other, in the place of entrypoint.sh in each container.
 
 Each line of MODES is a RUN_MODE and its options. The lessons run in forks of a process that has imported
-the libraries, or 27 lessons in 4 containers would spend most of their time on that. Each fork imports the
-workbook itself. Each lesson has a port of its own, because the first ranks may begin while the last ones
-still leave.
+the libraries, or they would spend most of their time on that. Each fork imports the workbook itself. Each
+lesson has a port of its own, because the first ranks may begin while the last ones still leave.
 """
 
 import importlib

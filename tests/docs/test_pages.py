@@ -115,9 +115,17 @@ def test_the_changelog_names_every_lesson():
     assert not {mode for mode in SCRIPTS if f"`{mode}`" not in changelog}
 
 
-def test_how_to_add_a_lesson_has_ten_steps_and_names_what_exists():
+def test_the_newest_entry_of_the_changelog_and_the_citation_have_the_version_of_the_project():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    [newest, *_] = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest == cited == version
+
+
+def test_how_to_add_a_lesson_has_steps_in_order_and_names_what_exists():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [str(n) for n in range(1, 11)]
+    steps = [int(number) for number in re.findall(r"^(\d+)\. ", page, re.MULTILINE)]
+    assert steps and steps == list(range(1, len(steps) + 1))
     targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = re.findall(r"`make ([a-z ]+)`", page)
     assert commands and {word for command in commands for word in command.split()} <= set(targets)
