@@ -89,7 +89,7 @@ check-exercises: $(READY) ## grade every exercise untouched and solved, and see 
 	@$(PY) -m pytest tests/exercises/end_to_end $(or $(ARGS),-n 2)
 
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
-	@$(PY) -m pytest tests/notebooks $(ARGS)
+	@$(PY) -m pytest tests/notebooks $(or $(ARGS),-n 2 --maxschedchunk 1)
 
 check-site: $(READY) ## build the site in a temporary folder, and test it and its pages in a browser
 	@$(PY) -m pytest tests/site $(ARGS)

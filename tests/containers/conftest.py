@@ -85,7 +85,7 @@ def compose(*args: str, timeout: float, env: dict[str, str] | None = None, check
     program = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
     # Settings of the caller's own shell must not leak into the containers.
     clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    full = clean | {"TAG": NAME} | (env or {})
+    full = clean | {"TAG": NAME, "COMPOSE_COMPATIBILITY": "1"} | (env or {})  # v2 names containers as v1 does
     done = subprocess.run(
         [*program, "-p", NAME, *args],
         cwd=ROOT,

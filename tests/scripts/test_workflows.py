@@ -36,10 +36,12 @@ def test_a_workflow_runs_targets_of_the_makefile_with_few_rights_and_a_limit(pat
                 assert set(targets_of(job, step["run"])) <= TARGETS
 
 
-def test_every_push_is_linted_and_tested_with_its_notebooks_and_the_site():
+def test_every_push_is_linted_and_tested_with_its_notebooks_and_the_site_as_on_one_machine():
     [job] = yaml.load((ROOT / ".github/workflows/check.yml").read_text(), yaml.BaseLoader)["jobs"].values()
     made = [target for step in job["steps"] if "run" in step for target in targets_of(job, step["run"])]
     assert {"lint", "test", "check-notebooks", "check-site"} <= set(made)
+    on_one_machine = re.findall(r"\btimed ([a-z-]+)", (ROOT / ".ci" / "run").read_text())
+    assert sorted(on_one_machine) == sorted(["setup", *made])
 
 
 def test_a_codespace_is_set_up_by_make_and_its_editor_takes_this_environment():
