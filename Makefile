@@ -82,10 +82,10 @@ lint: $(READY) ## ruff check, ruff format --check and mypy
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments (3 minutes)
+check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments
 	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
-check-exercises: $(READY) ## grade every exercise untouched and solved, and see each mutant fail its test (4 minutes)
+check-exercises: $(READY) ## grade every exercise untouched and solved, and see each mutant fail its test
 	@$(PY) -m pytest tests/exercises/end_to_end $(or $(ARGS),-n 2)
 
 check-notebooks: $(READY) ## execute the notebooks, and compare their outputs with those in the files
@@ -97,7 +97,7 @@ check-site: $(READY) ## build the site in a temporary folder, and test it and it
 containers: $(READY) ## test the containers (needs a running Docker engine and docker-compose)
 	@$(PY) -m pytest tests/containers $(ARGS)
 
-slurm: $(READY) ## test scripts/slurm.sbatch with a real Slurm on this machine (needs slurm-wlm; 3 minutes)
+slurm: $(READY) ## test scripts/slurm.sbatch with a real Slurm on this machine (needs slurm-wlm)
 	@$(PY) -m pytest tests/slurm $(ARGS)
 
 rehearse: $(READY) ## test the code for GPUs on your GPUs, else on fake ones (a C++ compiler, two minutes once)
