@@ -100,4 +100,4 @@ def compose(*args: str, timeout: float, env: dict[str, str] | None = None, check
 
 
 def docker(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *args], capture_output=True, text=True, timeout=60, check=check)
+    return subprocess.run(["docker", *args], capture_output=True, text=True, timeout=120, check=check)

@@ -36,7 +36,7 @@ def section(title: str) -> str:
 
 @functools.cache
 def names_in(path: str) -> set[str]:
-    """Return the names of a file's functions, classes, parameters and fields, and of the file itself."""
+    """Return the names of a file's functions, classes, parameters, fields and attributes, and its own."""
     names = {path.rpartition("/")[2]}
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -45,6 +45,8 @@ def names_in(path: str) -> set[str]:
             names.add(node.arg)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
     return names
 
 
