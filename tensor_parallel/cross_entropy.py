@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, all_reduce, chosen_pattern
+from comm.collectives import Group, all_reduce
 from tensor_parallel.layers import own_rows
 
 
@@ -55,7 +55,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits_tv: Tensor, targets: Tensor, vocab_size: int, group: Group, ignore: int, number: Any
     ) -> Tensor:
-        v, pattern = logits_tv.shape[-1], chosen_pattern("all_reduce", group)
+        v = logits_tv.shape[-1]
         counts = targets != ignore
         rows, is_own = own_rows(targets.where(counts, 0), v, vocab_size, group)
         values_tv = logits_tv.float() if logits_tv.itemsize < 4 else logits_tv
@@ -65,12 +65,12 @@ class _CrossEntropy(Function):
 
         # Without the maximum, exp() could overflow. The maximum has to be the same on all ranks.
         largest = values_tv.amax(-1)
-        all_reduce(largest, op="max", group=group, pattern=pattern)
+        all_reduce(largest, op="max", group=group)
 
         exps_tv = (values_tv - largest.unsqueeze(-1)).exp_()
         at_target = values_tv.gather(-1, rows.unsqueeze(-1)).squeeze(-1).where(is_own, 0)
         sums = torch.stack([exps_tv.sum(-1), at_target])
-        all_reduce(sums, group=group, pattern=pattern)
+        all_reduce(sums, group=group)
         total, at_target = sums
 
         losses = total.log() + largest - at_target

@@ -18,43 +18,37 @@ from typing import Any
 
 import torch.distributed as dist
 
-from comm.collectives import chosen_pattern
 from comm.cost import expected_traffic
 from lab.models.model import GPT, FeedForward, GPTConfig
 from lab.trace.ledger import Traffic
 from lab.trace.memory import Observed
-from tensor_parallel.parallelize import TensorParallel
 
 Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor
 
 
-def traffic_per_step(model: TensorParallel, batch: int, time: int, is_clipped: bool = False) -> Traffic:
-    """Return this rank's expected traffic for a step of a GPT: all layers, loss and gradients."""
-    expected, parts = ExpectedTraffic(model), parts_of(model.module.state_dict())
-    summed = sum(p.numel() for p in model.with_own_tokens_only() if p.requires_grad)
-    norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
-    return expected.of_parts((batch, time), parts) + expected.of_gradients(summed) + norm
+def figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences.
 
-
-def figures(model: TensorParallel, observed: Observed, batch: int, time: int) -> dict[str, Any]:
-    """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences."""
+    `model` is a TensorParallel, and `shape` that of the input: batch, time.
+    """
     ranks, by_tokens = dist.get_world_size(model.group), model.sequence_parallel
     return {
         "block_bytes": observed.sent_bytes,
-        "block_bytes_formula": ExpectedTraffic(model).of_parts((batch, time), ["blocks.0"]).bytes_sent,
+        "block_bytes_formula": ExpectedTraffic(model).of_parts(shape, ["blocks.0"]).bytes_sent,
         "activations_bytes": observed.kept_bytes,
-        "activations_formula_bytes": activations_formula(model.module.config, batch, ranks, by_tokens),
+        "activations_formula_bytes": activations_formula(model.module.config, shape[0], ranks, by_tokens),
     }
 
 
 class ExpectedTraffic:
     """The expected traffic of this rank for parts of a model: "token_embedding", "blocks.0" or "layers.0".
 
-    The loss belongs to the head. `shape` is that of the input: batch, time for a GPT. Linear layers compute
-    and send numbers of `computed_itemsize` bytes, which under torch.autocast are fewer than a parameter's.
+    `model` is a TensorParallel. The loss belongs to the head. `shape` is that of the input: batch, time for a
+    GPT. Linear layers compute and send numbers of `computed_itemsize` bytes, which under torch.autocast are
+    fewer than a parameter's.
     """
 
-    def __init__(self, model: TensorParallel, computed_itemsize: int | None = None) -> None:
+    def __init__(self, model: Any, computed_itemsize: int | None = None) -> None:
         self.model, self.plain = model, model.module
         self.itemsize = next(model.parameters()).itemsize
         self.computed_itemsize = computed_itemsize or self.itemsize
@@ -108,8 +102,7 @@ class ExpectedTraffic:
 
     def sum(self, ops: Ops, itemsize: int) -> Traffic:
         """Return what this rank sends in the collectives, with the patterns that the group has chosen."""
-        group = self.model.group
-        each = (expected_traffic(op, chosen_pattern(op, group), numel, itemsize, group) for op, numel in ops)
+        each = (expected_traffic(op, None, numel, itemsize, self.model.group) for op, numel in ops)
         return sum(each, Traffic())
 
 

@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import Group, all_reduce, chosen_pattern
+from comm.collectives import Group, all_reduce
 from comm.functions import (
     InFlightAllGather,
     InFlightReduceScatter,
@@ -185,8 +185,7 @@ class OverlappedColumn(torch.autograd.Function):
         elif ctx.sequence_parallel:
             reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
         else:
-            pattern = chosen_pattern("all_reduce", ctx.group)  # the algorithm, such as a ring
-            reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)
+            reducing = all_reduce(grad_x, group=ctx.group, async_op=True)
         # These products hide the reduction.
         flat_x = full.reshape(-1, full.shape[-1])
         flat_grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]

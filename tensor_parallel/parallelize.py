@@ -19,7 +19,7 @@ Dropout masks must be equal where all ranks compute the same, and different wher
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +29,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm.collectives import Group, broadcast, chosen_pattern
+from comm.collectives import Group, broadcast
 from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
+from lab.trace.ledger import Traffic
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -42,10 +44,9 @@ from tensor_parallel.layers import (
     padded_shard,
     validate_heads,
 )
-from training import guard
 from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients
-from training.old_guard import Guard
+from training.guard import guarded
 from training.state_shards import StateShard, buffer_shards, trained_shards
 
 _SEEDS = 2**62
@@ -68,6 +69,7 @@ def parallelize(
     return TensorParallel(model, group, sequence_parallel, overlap)
 
 
+@guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
 class TensorParallel(nn.Module):
     """A model whose layers are divided among the ranks of `group`; `parallelize` makes it.
 
@@ -93,17 +95,14 @@ class TensorParallel(nn.Module):
             self._divide_mlp(module)
         layers = [(path, layer) for path, layer in module.named_modules() if hasattr(layer, "dims")]
         self.dims = {f"{path}.{name}": where for path, layer in layers for name, where in layer.dims.items()}
+        self.divided = [p for name, p in module.named_parameters() if name in self.dims]
+        self.returns_shard = isinstance(module, GPT)
         # Where ZeRO divides parameters along another axis: this rank's shard of each of them.
         self.held: Mapping[nn.Parameter, nn.Parameter] | None = None
         ranks = dist.get_world_size(group)
         for parameter in self.with_own_tokens_only():
             if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
                 parameter.register_hook(lambda term: term * ranks)
-        divided = [parameter for name, parameter in module.named_parameters() if name in self.dims]
-        for parameter in divided:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(guard.mark_gradient)
-        self._guard, self._has_compared_inputs = Guard(module, divided), False
 
     def _divide_mlp(self, model: MLP) -> None:
         for i, layer in enumerate(model.layers):
@@ -128,26 +127,18 @@ class TensorParallel(nn.Module):
                 module.dropout.randomness = self.randomness
 
     def forward(self, x: Tensor) -> Tensor:
-        self._guard.before_forward()
-        if not self._has_compared_inputs:
-            self._has_compared_inputs = True
-            guard.refuse_unequal_inputs(x, self.group)
         if not self.sequence_parallel:
-            return self._marked(self.module(x))
+            return self.module(x)
         time, longest = x.shape[1], self.module.position_embedding.num_embeddings
         if time > longest:
             raise ValueError(f"{time} tokens in a row exceed block_size {longest}")
         # Under a causal mask, tokens at the end change nothing before them.
         padded = F.pad(x, (0, -time % dist.get_world_size(self.group)))
-        return self._marked(self.module(padded)[:, :time])
-
-    def _marked(self, outputs: Tensor) -> Tensor:
-        """Return a GPT's outputs as a shard, which refuses another loss than `loss`."""
-        return outputs.as_subclass(guard.Shard) if isinstance(self.module, GPT) else outputs
+        return self.module(padded)[:, :time]
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return the cross entropy in nats, as `loss_of`; the same on every rank."""
-        if not isinstance(self.module, GPT):
+        if not self.returns_shard:
             return loss_of(logits_btv, targets_bt, num_targets)  # of an MLP's full output
         size, logits_btv = self.module.config.vocab_size, logits_btv.as_subclass(Tensor)
         return vocab_parallel_cross_entropy(logits_btv, targets_bt, size, self.group, num_targets=num_targets)
@@ -169,8 +160,7 @@ class TensorParallel(nn.Module):
         named = dict(self.module.named_parameters())
         replicated = {parameter for name, parameter in named.items() if name not in self.dims}
         uncounted = replicated if dist.get_rank(self.group) > 0 else ()
-        pattern = chosen_pattern("all_reduce", self.group)
-        return clip_grad_norm_(named.values(), max_norm, [self.group], pattern, uncounted)
+        return clip_grad_norm_(named.values(), max_norm, [self.group], uncounted=uncounted)
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
@@ -203,6 +193,13 @@ class TensorParallel(nn.Module):
                 offset[dim], shape[dim] = rank * shape[dim], size
             found += trained_shards(name, parameter, optimizer, shape=shape, offset=offset)
         return found
+
+    def traffic(self, shape: Sequence[int], is_clipped: bool = False) -> Traffic:
+        """Return what a rank sends in a step of a GPT, by formula; `shape` is the batch's: examples, time."""
+        expected, parts = ExpectedTraffic(self), parts_of(self.module.state_dict())
+        summed = sum(p.numel() for p in self.with_own_tokens_only() if p.requires_grad)
+        norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
+        return expected.of_parts(shape, parts) + expected.of_gradients(summed) + norm
 
 
 class ParallelAttention(Attention):

@@ -32,7 +32,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -58,15 +58,14 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.models.model import GPT, loss_of
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
 from tensor_parallel.layers import TIME, validate_divisible, validate_heads
 from training.arguments import NotOffered, Size, TrainArgs
 from training.evaluation import sums_of
-from training.old_run import Run
+from training.run import Run
 from training.validate import validate_nccl
 
 
-class PositionsOfOwnTokens(ParallelStyle):
+class OwnPositions(ParallelStyle):
     """The style of an embedding that looks up this rank's shard of its input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -102,7 +101,7 @@ def plan_of(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     if sequence_parallel:
         norms = ("blocks.*.attention_norm", "blocks.*.mlp_norm", "final_norm")
         plan |= {name: SequenceParallel(use_local_output=True) for name in norms}
-        plan["position_embedding"] = PositionsOfOwnTokens()
+        plan["position_embedding"] = OwnPositions()
     return plan
 
 
@@ -148,9 +147,12 @@ class DTensorGPT(nn.Module):
         full = self(x).full_tensor()
         return sums_of(full, y, counts) if dist.get_rank() == 0 else None
 
-    def traffic_per_step(self, batch: int, time: int) -> Traffic:
-        """Return the expected traffic: activations around each half of a block, loss, partial gradients."""
-        config, tokens = self.module.config, batch * time
+    def traffic(self, shape: Sequence[int]) -> Traffic:
+        """Return the expected traffic: activations around each half of a block, loss, partial gradients.
+
+        `shape` is that of the batch: examples, time.
+        """
+        config, tokens = self.module.config, shape[0] * shape[1]
         # Forward and backward of each half of a block; embedding and head make one pair more.
         passes = 2 * (2 * config.num_layers + 1)
         around = ("reduce_scatter", "all_gather") if self.sequence_parallel else ("all_reduce",)
@@ -234,24 +236,16 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = run.optimizer(model)
     # What updates many parameters at a time takes no mixture of tensors and DTensors.
     optimizer.param_groups[0].update(fused=False, foreach=False)
-    with by_comm(), run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                with loss_parallel():  # around the backward too
-                    with span("forward", "forward"):
-                        loss = loss_of(model(x), y)  # a DTensor
-                    with span("backward", "backward"):
-                        loss.backward()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(loss.full_tensor())
-            run.expect_traffic(model.traffic_per_step(*x.shape))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model)
+    with by_comm():
+        for x, y in run.batches(model, optimizer):
+            optimizer.zero_grad()
+            with loss_parallel():  # around the backward too
+                loss = loss_of(model(x), y, run.num_targets)  # a DTensor
+                loss.backward()
+            model.finish_gradient_sync()
+            optimizer.step()
+            run.record(loss.full_tensor())
+    run.finish(model, traffic=model.traffic(x.shape))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,13 @@ After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 import dataclasses
 
 import training.arguments
-from comm.collectives import use_pattern
 from comm.script import start
 from lab.cluster import Cluster
 from lab.trace.memory import Observed
-from lab.trace.timeline import span
-from tensor_parallel.expected_traffic import figures, traffic_per_step
+from tensor_parallel.expected_traffic import figures
 from tensor_parallel.parallelize import parallelize
 from training.arguments import ClipArgs, NotOffered, Size
-from training.old_run import Run
+from training.run import Run
 
 
 @dataclasses.dataclass
@@ -50,28 +48,19 @@ class Args(ClipArgs, training.arguments.Args):
 
 def main(cluster: Cluster, args: Args, mode: str = "tensor_parallel", by_tokens: bool = False) -> None:
     run = Run(cluster, args, mode, share=(0, 1))  # all ranks train on the whole batch
-    use_pattern(args.pattern)
     model = parallelize(run.model(), sequence_parallel=by_tokens, overlap=args.overlap)
     optimizer, observed = run.optimizer(model), Observed(model, model.module.blocks[0])
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"), observed.forward():
-                    loss = model.loss(model(x), y)
-                with span("backward", "backward"):
-                    loss.backward()
-                model.finish_gradient_sync()
-                if args.clip is not None:
-                    model.clip_grad_norm_(args.clip)
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic(traffic_per_step(model, *x.shape, is_clipped=args.clip is not None))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, **figures(model, observed, *x.shape))
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = model.loss(model(x), y)
+        loss.backward()
+        model.finish_gradient_sync()
+        if args.clip is not None:
+            model.clip_grad_norm_(args.clip)
+        optimizer.step()
+        run.record(loss)
+    traffic = model.traffic(x.shape, is_clipped=args.clip is not None)
+    run.finish(model, traffic, **figures(model, observed, x.shape))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Refuse, in one sentence, the uses of a wrapper that would train wrongly without an error.
 
       when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
-      in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard
+      in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or
+                         the ranks that divide each layer have different inputs
       in a backward      the gradients of the backward before it are still being sent
       before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; or the
                          optimizer needs all of a parameter of which the rank has a shard
@@ -98,13 +99,15 @@ class Guard:
 
     It looks at `finish_gradient_sync()`, which ends a step's communication; at its `module`; at
     `require_backward_grad_sync`, if it sends in the backward, which is False in all microbatches but the
-    last; and at its `parameter_shards`, if the rank trains shards of the parameters.
+    last; and at what the rank trains in part: its `parameter_shards`, or its `divided` parameters, whose
+    ranks compute one batch (and return shards of the logits, if `returns_shard`).
     """
 
     def __init__(self, wrapper: Any) -> None:
         # A weak reference, because the wrapper is the key of the guard, which must not keep it alive.
         self._wrapper, shards = weakref.ref(wrapper), getattr(wrapper, "parameter_shards", ())
-        self._shards = [shard.tensor for shard in shards]
+        divided = getattr(wrapper, "divided", [])
+        self._shards = [*divided, *(shard.tensor for shard in shards)]
         module = getattr(wrapper, "module", None) or nn.ParameterList(shard.parameter for shard in shards)
         refuse_layers(module)
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
@@ -123,6 +126,13 @@ class Guard:
             if parameter.requires_grad:
                 # A hook of the tensor runs before the gradient is added, and so before the wrapper's own.
                 parameter.register_hook(functools.partial(self.on_gradient, parameter))
+        for parameter in divided:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(mark_gradient)
+        if divided:
+            _compare_first_inputs(wrapper)
+        if getattr(wrapper, "returns_shard", False):
+            wrapper.register_forward_hook(_mark_output_as_shard)
         _observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
         _observe_calls(wrapper, "clip_grad_norm_", self.before_step)
 
@@ -220,6 +230,20 @@ def _mark_output(module: nn.Module, inputs: Any, output: Any) -> None:
     several = dist.is_initialized() and dist.get_world_size() > 1
     if several and isinstance(output, Tensor) and not torch.compiler.is_compiling():
         output.has_other_ranks = True  # type: ignore[attr-defined]
+
+
+def _mark_output_as_shard(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.as_subclass(Shard)
+
+
+def _compare_first_inputs(wrapper: nn.Module) -> None:
+    """Let the ranks that divide each layer compare their inputs before the first forward."""
+
+    def compare(wrapper: Any, inputs: Any) -> None:
+        handle.remove()
+        refuse_unequal_inputs(inputs[0], wrapper.group)
+
+    handle = wrapper.register_forward_pre_hook(compare)
 
 
 def refuse_layers(module: nn.Module) -> None:

@@ -199,8 +199,7 @@ EXERCISES = (
             have no probability. own_rows(tokens, v, vocab_size, group) returns for each target its
             column here, and whether it has one; an ignored target may stand for entry 0. The loss of a token
             is log(sum of exp(logit - max)) + max - logit of the target. The logits of 16-bit dtypes are
-            computed with in float32. Pass `chosen_pattern("all_reduce", group)` to all_reduce. Save in `ctx`
-            what the backward needs.
+            computed with in float32. Save in `ctx` what the backward needs.
         """,
         docs={
             "backward": """

@@ -45,10 +45,7 @@ mutant(
     "Norms and embeddings drift apart: their gradients come from each rank's own attention heads only.",
     target="tensor_parallel.layers.OverlappedColumn.backward",
     changes={
-        (
-            'pattern = chosen_pattern("all_reduce", ctx.group)\n'
-            "reducing = all_reduce(grad_x, group=ctx.group, async_op=True, pattern=pattern)"
-        ): "reducing = None",
+        "reducing = all_reduce(grad_x, group=ctx.group, async_op=True)": "reducing = None",
     },
     killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
     cause="not added up over the ranks",
@@ -87,8 +84,8 @@ mutant(
 mutant(
     "tensor_loss_of_a_shard",
     "The loss is lower than that of one process: a probability is relative to one rank's vocabulary entries.",
-    target="tensor_parallel.parallelize.TensorParallel._marked",
-    changes={"outputs.as_subclass(guard.Shard) if isinstance(self.module, GPT) else outputs": "outputs"},
+    target="training.guard._mark_output_as_shard",
+    changes={"output.as_subclass(Shard)": "output"},
     killer="tests/tensor_parallel/test_parallelize.py::"
     "test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary",
     fails_with="DID NOT RAISE",
@@ -109,7 +106,7 @@ mutant(
     "tensor_norm_counts_replicas",
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
-    changes={"pattern, uncounted)": "pattern)"},
+    changes={", uncounted=uncounted": ""},
     killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
 )
 
@@ -118,7 +115,7 @@ mutant(
     "Replicated parameters drift apart: each rank clips by the norm of its own shards.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={
-        "clip_grad_norm_(named.values(), max_norm, [self.group], pattern, uncounted)": (
+        "clip_grad_norm_(named.values(), max_norm, [self.group], uncounted=uncounted)": (
             "nn.utils.clip_grad_norm_(named.values(), max_norm)"
         ),
     },

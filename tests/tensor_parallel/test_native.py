@@ -66,7 +66,7 @@ def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
         with by_comm():
             one_backward(native, x, y)
             native.finish_gradient_sync()
-        assert LEDGER.total() - before == native.traffic_per_step(*x.shape)
+        assert LEDGER.total() - before == native.traffic(x.shape)
         assert_same(full_tensors(gradients(native.module)), full_tensors(untouched), 0)
 
     for sequence_parallel in (False, True):
