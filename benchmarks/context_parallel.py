@@ -8,6 +8,8 @@
   ranks than cores would slow each other down.
 - `ring`: the same on a slow link, against the formula (context_parallel/makespan.py), where computing takes
   longer than a message, and where it takes less.
+- `textbook block`: forward, backward and the sum of gradients of a GPT with ring attention whose blocks are
+  plain tensor operations, against PyTorch's fused kernel (context_parallel/block_attention.py).
 - `activations`: what autograd keeps on a rank for 8192 tokens, against one process.
 - `formula`, `sent`, `step`: bytes by formula, bytes and seconds of forward, backward and the sum of gradients
   of a GPT with ring attention, with all-to-all attention, and with the sequence parallelism of lesson 3. They
@@ -23,6 +25,7 @@ import torch
 from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows, Seconds, Training, bytes_sent_in, medians, row, tokens
 from comm.wire import slow_link
+from context_parallel.block_attention import KERNELS
 from context_parallel.clock import clock
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import ContextParallel, SharedSequence
@@ -68,6 +71,14 @@ def steps(cluster: Cluster, config: GPTConfig, runs: int) -> tuple[list[Seconds]
     return [side_by_side.alternate(variants, runs, link, warmup=1) for link in ("loopback", LINK)], sent
 
 
+def kernels(cluster: Cluster, config: GPTConfig, runs: int) -> Seconds:
+    """Return the seconds of each step of ring attention with each kernel on this rank."""
+    how = ATTENTIONS["ring"]
+    models = {name: ContextParallel(GPT(config), *how, kernel) for name, kernel in KERNELS.items()}
+    variants = {name: Training(model, None, tokens(config, 1)) for name, model in models.items()}
+    return side_by_side.alternate(variants, runs, warmup=1)
+
+
 def activations(cluster: Cluster, name: str) -> int:
     """Return the bytes that autograd keeps on this rank for the backward of one sequence."""
     x, y = tokens(CONFIG, 1)
@@ -97,6 +108,17 @@ def ring_rows(runs: int, ranks: int) -> Rows:
         formula = ring_seconds(step_pairs(CUTS["zigzag"](LENGTH, ranks)), seconds / PAIRS, block, link)
         measured = medians(run_ranks(clocked, ranks, "zigzag", seconds, HEADS, LINK, runs, timeout=300))
         rows.append(row(f"ring {name}", "formula", measured["ring"], formula, ranks, LINK))
+    return rows
+
+
+def kernel_rows(runs: int, lengths: Sequence[int]) -> Rows:
+    """Return the step with the textbook's block, against that with the fused kernel."""
+    rows = []
+    for ranks in (2, 4):
+        for length in lengths:
+            config = dataclasses.replace(CONFIG, block_size=length)
+            by = medians(run_ranks(kernels, ranks, config, runs, timeout=600))
+            rows.append(row(f"textbook block T={length}", "fused", by["textbook"], by["fused"], ranks))
     return rows
 
 
@@ -156,9 +178,8 @@ def main(args: side_by_side.Args) -> None:
     if args.quick:
         rows = makespan_rows(2) + ring_rows(2, 4) + activation_rows() + step_rows(3, LENGTHS[1:])
     else:
-        rows = (
-            makespan_rows(5) + ring_rows(5, 2) + ring_rows(5, 4) + activation_rows() + step_rows(7, LENGTHS)
-        )
+        rows = makespan_rows(5) + ring_rows(5, 2) + ring_rows(5, 4) + kernel_rows(9, [256, 1024, 2048])
+        rows += activation_rows() + step_rows(7, LENGTHS)
     side_by_side.show("context_parallel", rows, args, "attention on divided sequences")
 
 

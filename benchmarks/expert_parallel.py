@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows, Seconds, Training, medians, row
 from expert_parallel.config import MoEConfig, form_groups
-from expert_parallel.expected_traffic import tokens_between, traffic_per_step
+from expert_parallel.expected_traffic import tokens_between
 from expert_parallel.train_moe import Args as TrainArgs
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster
@@ -77,7 +77,7 @@ def steps(
         models = {name: ExpertParallel(GPT(config), MOE, groups) for name, groups in variants.items()}
         calls = {name: Training(model, None, batch) for name, model in models.items()}
         seconds = [side_by_side.alternate(calls, runs, link, warmup=1) for link in LINKS]
-        found.append(({name: traffic_per_step(model).bytes_sent for name, model in models.items()}, seconds))
+        found.append(({name: model.traffic().bytes_sent for name, model in models.items()}, seconds))
     return found
 
 

@@ -39,6 +39,7 @@ from comm.wire.wire import Group, message_device, peer_wire
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.trace.timeline import span
 
 
 def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
@@ -94,8 +95,9 @@ class InFlightShift:
 
     def wait(self) -> torch.Tensor:
         """Wait until both messages are done, and return what has arrived."""
-        for transfer in self._transfers:
-            transfer.wait()
+        with span("message", "wait"):
+            for transfer in self._transfers:
+                transfer.wait()
         return self._incoming
 
 

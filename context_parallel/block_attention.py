@@ -30,19 +30,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from context_parallel.sequence_cut import Part
+from context_parallel.sequence_cut import AttentionPart
+from lab.trace.observer import observe_calls
 
 NO_KEY = -1e30  # the log-sum-exp of no key; with -inf two of them would be joined to NaN
 
 
-def join(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+def join_results(y: Tensor, lse: Tensor, other_y: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention over the keys of both results, and its log-sum-exp (b, h, t)."""
     joined = torch.logaddexp(lse, other_lse)
     weights = [torch.exp(each - joined).unsqueeze(-1) for each in (lse, other_lse)]
     return weights[0] * y + weights[1] * other_y, joined
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
     """Return `y_bhte` and the log-sum-exp (b, h, t) of each query's scores for these keys."""
     scores = _scores(q, repeat_heads(k, q), part)
     lse = scores.logsumexp(-1).clamp(min=NO_KEY)
@@ -51,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]
 
 
 def attend_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: AttentionPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this part's terms of the gradients of q, k and v. `y` and `lse` are those over all keys."""
     p = torch.exp(_scores(q, repeat_heads(k, q), part) - lse.unsqueeze(-1)).to(q.dtype)
@@ -61,7 +62,7 @@ def attend_backward(
     return ds @ repeat_heads(k, q), sum_repeated(dk, k), sum_repeated(dv, v)
 
 
-def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
+def _scores(q: Tensor, k: Tensor, part: AttentionPart) -> Tensor:
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     # A log-sum-exp in bfloat16 would be off by some percent, and with it all probabilities.
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
@@ -71,7 +72,7 @@ def _scores(q: Tensor, k: Tensor, part: Part) -> Tensor:
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def fused_attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def fused_attend(q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
     """Do what `attend` does in one call of PyTorch: blocks of scores stay in the cache."""
     if q.device.type != "cpu":
         return attend(q, k, v, part)
@@ -85,7 +86,7 @@ def fused_attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, T
 
 
 def fused_attend_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: AttentionPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `attend_backward` does in one call of PyTorch."""
     if q.device.type != "cpu":
@@ -103,7 +104,7 @@ def _rows(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _added(part: Part, q: Tensor) -> Tensor | None:
+def _added(part: AttentionPart, q: Tensor) -> Tensor | None:
     """Return the mask as numbers to be added to the scores."""
     if part.mask is None:
         return None
@@ -113,11 +114,23 @@ def _added(part: Part, q: Tensor) -> Tensor | None:
 class Kernel(NamedTuple):
     """Holds the two functions that compute attention to the keys of a part."""
 
-    attend: Callable[[Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Part], tuple[Tensor, Tensor, Tensor]]
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionPart], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionPart], tuple[Tensor, Tensor, Tensor]
+    ]
+
+    def drawn(self) -> "Kernel":
+        """Return the same functions, whose calls show in the timeline."""
+        return Kernel(
+            observe_calls(self.attend, "attention", "forward"),
+            observe_calls(self.backward, "attention", "backward"),
+        )
 
 
-KERNELS = {"textbook": Kernel(attend, attend_backward), "fused": Kernel(fused_attend, fused_attend_backward)}
+KERNELS = {
+    "textbook": Kernel(attend, attend_backward).drawn(),
+    "fused": Kernel(fused_attend, fused_attend_backward).drawn(),
+}
 
 
 def repeat_heads(k: Tensor, q: Tensor) -> Tensor:

@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from context_parallel.block_attention import Kernel
-from context_parallel.sequence_cut import Part
+from context_parallel.sequence_cut import AttentionPart
 
 
 def clock(seconds: float, length: int) -> Kernel:
     """Return a kernel that sleeps: causal attention of `length` tokens takes `seconds`."""
     each = seconds_per_pair(seconds, length)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         end = time.perf_counter() + part.pairs * each
         made = torch.zeros_like(q), q.new_zeros(q.shape[:-1])
         _sleep_until(end)  # to make the zeros takes some of the time
         return made
 
     def backward(
-        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: Part
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: AttentionPart
     ) -> tuple[Tensor, Tensor, Tensor]:
         end = time.perf_counter() + 2 * part.pairs * each
         made = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         _sleep_until(end)
         return made
 
-    return Kernel(attend, backward)
+    return Kernel(attend, backward).drawn()
 
 
 def seconds_per_pair(seconds: float, length: int) -> float:

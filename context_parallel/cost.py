@@ -12,29 +12,13 @@ a rank sends in a layer, forward and backward together:
       all-to-all    4 (n-1)/n^2 T (w + w_kv) numbers
       sequence parallelism (lesson 3)    8 (n-1)/n T w numbers with --no-overlap, else 10 (n-1)/n T w
 
-The functions below hold for any lengths.
+The functions below hold for any lengths. `ContextParallel.traffic` adds them up over layers, with the mean of
+the gradients.
 """
 
-from collections.abc import Callable, Sequence
-
 from comm.cost import pairwise_traffic
-from context_parallel.parallel_model import ContextParallel, SharedSequence
+from context_parallel.parallel_model import SharedSequence
 from lab.trace.ledger import Traffic
-
-Layer = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]
-
-
-def attention_traffic(model: ContextParallel, shape: Sequence[int], layer: Layer) -> Traffic:
-    """Return what this rank sends for the attention of all layers, forward and backward.
-
-    `shape` is that of the full tokens: batch, time. `layer` is one of the two functions below. Under autocast
-    numbers are smaller than it says.
-    """
-    assert model.sequence is not None, "there was no forward"
-    config, itemsize = model.module.config, next(model.module.parameters()).itemsize
-    head = shape[0] * config.width // config.num_heads
-    both = layer(model.sequence, head, config.num_heads, config.kv_heads, itemsize)
-    return sum([*both] * config.num_layers, Traffic())
 
 
 def ring_layer(

@@ -9,23 +9,27 @@ Every rank has all parameters, and its tokens give one term of each gradient. `f
 mean over ranks. So ranks of a context parallel group are replicas for everything but attention.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import training.arguments
 from comm.collectives import Group, broadcast
 from context_parallel.block_attention import KERNELS, Kernel
-from context_parallel.sequence_cut import Cut, Part, SequenceCut, documents_of
+from context_parallel.sequence_cut import AttentionPart, Cut, SequenceCut, documents_of
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, Attention, loss_of
+from lab.trace.ledger import Traffic
 from training.arguments import NotOffered, Size
 from training.evaluation import sums_of
-from training.gradients import average_gradients
-from training.old_guard import Guard
+from training.gradients import average_gradients, average_traffic
+from training.guard import guarded
+from training.state_shards import StateShard, plain_shards
 from training.valid_targets import count_valid
 
 MAX_LENGTH = 1 << 20  # tokens
@@ -39,7 +43,7 @@ class SharedSequence:
     cut: SequenceCut
     kernel: Kernel = KERNELS["fused"]
     documents: Tensor | None = None  # (batch, time): attention stays within equal numbers
-    _parts: dict[int, list[Part]] = field(default_factory=dict)
+    _parts: dict[int, list[AttentionPart]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -62,7 +66,7 @@ class SharedSequence:
             return None
         return (self.documents[:, None, :, None] == self.documents[:, None, None, :]).tril()
 
-    def parts(self, source: int) -> list[Part]:
+    def parts(self, source: int) -> list[AttentionPart]:
         """Return the parts of the attention of this rank's queries to the keys of rank `source`."""
         if source not in self._parts:
             self._parts[source] = list(self.cut.parts(self.rank, source, documents=self.documents))
@@ -74,8 +78,10 @@ class SharedSequence:
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, SharedSequence, float], Tensor]
+LayerTraffic = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]  # of cost.py
 
 
+@guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
 class ContextParallel(nn.Module):
     """A GPT of which each rank of `group` computes some tokens; weights become rank 0's.
 
@@ -87,9 +93,11 @@ class ContextParallel(nn.Module):
     sequences of the last forward.
     """
 
+    may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
+
     def __init__(
         self,
-        module: GPT,
+        module: nn.Module,
         attention: AttentionFunction,
         cut: Cut = SequenceCut.zigzag,
         kernel: Kernel = KERNELS["fused"],
@@ -97,17 +105,21 @@ class ContextParallel(nn.Module):
         has_documents: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, GPT):
-            raise WorkbookError(f"ContextParallel takes a GPT, not a {type(module).__name__}.")
+        plain = getattr(module, "plain", module)
+        if not isinstance(plain, GPT):
+            raise WorkbookError(f"ContextParallel takes a GPT, not a {type(plain).__name__}.")
         self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
         self._attention, self._has_documents = attention, has_documents
         self.sequence: SharedSequence | None = None  # of the last forward
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        for block in module.blocks:
+        for block in plain.blocks:
             block.attention.attend_by_head = partial(self._attend, block.attention)
-        self._guard = Guard(module)
-        self._guard.watch()
+
+    @property
+    def plain(self) -> Any:
+        """Return the GPT, also where other wrappers, such as TensorParallel, are around it."""
+        return getattr(self.module, "plain", self.module)
 
     def _attend(self, attention: Attention, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
         """Attend in each head: own queries to the keys of all ranks."""
@@ -116,7 +128,7 @@ class ContextParallel(nn.Module):
         return self._attention(q_bhte, k_bhte, v_bhte, self.sequence, dropout)
 
     def forward(self, tokens_bt: Tensor, documents_bt: Tensor | None = None) -> Tensor:
-        length, longest = tokens_bt.shape[1], self.module.config.block_size
+        length, longest = tokens_bt.shape[1], self.plain.config.block_size
         if length > longest:
             raise ValueError(f"{length} tokens in a row exceed block_size {longest}")
         cut = self._cut(length, dist.get_world_size(self.group))
@@ -141,16 +153,49 @@ class ContextParallel(nn.Module):
             targets_bt, dist.get_rank(self.group)
         )
         num_targets = count_valid(targets_bt) / dist.get_world_size(self.group)
-        return loss_of(logits_btv, own, num_targets)
+        return getattr(self.module, "loss", loss_of)(logits_btv, own, num_targets)
 
     def finish_gradient_sync(self) -> None:
         """Take the mean of each gradient over the ranks, all in one all-reduce."""
         average_gradients(self.module.parameters(), self.group)
-        self._guard.expect_gradients()
+        if hasattr(self.module, "finish_gradient_sync"):
+            self.module.finish_gradient_sync()
 
-    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip by the norm of the gradients, of which each rank of the group has the same."""
+        clip = partial(nn.utils.clip_grad_norm_, self.module.parameters())
+        return getattr(self.module, "clip_grad_norm_", clip)(max_norm)
+
+    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return the sums over this rank's tokens of a held-out batch."""
-        return sums_of(self(x), self.own(y), counts)
+        return getattr(self.module, "sums_of", sums_of)(self(x), self.own(y), counts)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the state dict of the plain model. All ranks must call it if a wrapper in it divides it."""
+        return getattr(self.module, "full_state_dict", self.plain.state_dict)()
+
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what this rank holds of a plain model's state dict."""
+        getattr(self.module, "load_full_state_dict", self.plain.load_state_dict)(state)
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
+        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
+        return getattr(self.module, "shards", partial(plain_shards, self.plain))(optimizer)
+
+    def traffic(self, shape: Sequence[int], layer: LayerTraffic) -> Traffic:
+        """Return what this rank sends in a step such as the last one: for attention, and for gradients.
+
+        `shape` is that of the full tokens: batch, time. `layer` is the formula of the attention (cost.py).
+        Under autocast numbers are smaller than it says.
+        """
+        assert self.sequence is not None, "there was no forward"
+        itemsize = next(self.module.parameters()).itemsize
+        total = average_traffic(self.module.parameters(), self.group)
+        for attention in (block.attention for block in self.plain.blocks):
+            width = attention.head_width
+            heads = [len(projection.weight) // width for projection in (attention.q_proj, attention.k_proj)]
+            total += sum(layer(self.sequence, shape[0] * width, *heads, itemsize), Traffic())
+        return total
 
 
 @dataclass
@@ -173,3 +218,7 @@ class ContextArgs(training.arguments.Args):
         """Raise WorkbookError unless a sequence can have so many tokens."""
         if not 1 <= self.length <= MAX_LENGTH:
             raise WorkbookError(f"--length {self.length}: a sequence has 1 to {MAX_LENGTH} tokens.")
+
+    def made_with(self) -> dict[str, Any]:
+        """Return what another run must have, too, to go on from this one's checkpoint."""
+        return super().made_with() | self.chosen("documents")

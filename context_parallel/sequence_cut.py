@@ -32,7 +32,7 @@ from comm.shards import shard_sizes
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """Hold a part of the attention: some of a rank's queries, and keys that it has now.
 
     `queries` are some of this rank's tokens, `keys` some of the other rank's, both counted from 0. With
@@ -83,7 +83,7 @@ class SequenceCut:
 
     def parts(
         self, rank: int, source: int, is_causal: bool = True, documents: Tensor | None = None
-    ) -> Iterator[Part]:
+    ) -> Iterator[AttentionPart]:
         """Yield the parts of the attention of a rank's queries to the keys of rank `source`.
 
         `documents` (batch, time) has a number for each token of the full sequences: then a token attends only
@@ -93,7 +93,7 @@ class SequenceCut:
             for visiting, keys in self._placed(source):
                 if is_causal and visiting.start > own.start:
                     continue  # these keys are later than all queries
-                part = Part(queries, keys, is_causal and visiting.start == own.start)
+                part = AttentionPart(queries, keys, is_causal and visiting.start == own.start)
                 yield from [part] if documents is None else _masked(part, documents, own, visiting)
 
     def _placed(self, rank: int) -> Iterator[tuple[slice, slice]]:
@@ -104,14 +104,14 @@ class SequenceCut:
                 yield chunk, slice(end - (chunk.stop - chunk.start), end)
 
 
-def _masked(part: Part, documents: Tensor, own: slice, visiting: slice) -> Iterator[Part]:
+def _masked(part: AttentionPart, documents: Tensor, own: slice, visiting: slice) -> Iterator[AttentionPart]:
     same = documents[:, own, None] == documents[:, None, visiting]
     if same.all():
         yield part
     elif same.any():
         if part.is_causal:
             same = same.tril()
-        yield Part(part.queries, part.keys, mask=same.unsqueeze(1))
+        yield AttentionPart(part.queries, part.keys, mask=same.unsqueeze(1))
 
 
 def _chunks(length: int, number: int) -> list[slice]:

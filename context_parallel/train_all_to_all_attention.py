@@ -28,18 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.collectives import use_pattern
 from comm.functions import exchange_shards
 from comm.script import start
-from context_parallel.cost import all_to_all_layer, attention_traffic
+from context_parallel.cost import all_to_all_layer
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.trace.memory import Observed
-from lab.trace.timeline import span
-from training.gradients import average_traffic
-from training.old_run import Run
+from training.run import Run
 
 
 def all_to_all_attention(
@@ -65,9 +62,8 @@ def all_to_all_attention(
     to_ranks_bnhte = torch.cat([x.unflatten(1, (ranks, -1)) for x in (q_bhte, k_bhte, v_bhte)], 2)
     own_heads = all_tokens_of_own_heads(to_ranks_bnhte, sequence)
     q, k, v = own_heads.split([x.shape[1] // ranks for x in (q_bhte, k_bhte, v_bhte)], 1)
-    with span("attention", "forward"):
-        mask, grouped = sequence.mask, q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, enable_gqa=grouped)
+    mask, grouped = sequence.mask, q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, enable_gqa=grouped)
     return all_heads_of_own_tokens(y, sequence)
 
 
@@ -91,30 +87,18 @@ def all_heads_of_own_tokens(y_bhte: Tensor, sequence: SharedSequence) -> Tensor:
 def main(cluster: Cluster, args: ContextArgs) -> None:
     # All ranks get all sequences, and each draws dropout masks of its own.
     run = Run(cluster, args, "context_all_to_all", share=(0, 1), stream=cluster.rank)
-    use_pattern(args.pattern)
     model = ContextParallel(
         run.model(), all_to_all_attention, SequenceCut.contiguous, has_documents=args.documents
     )
     optimizer, observed = run.optimizer(model), Observed(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"), observed.forward():
-                    loss = model.loss(model(x), y)
-                with span("backward", "backward"):
-                    loss.backward()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic(
-                attention_traffic(model, x.shape, all_to_all_layer) + average_traffic(model.parameters())
-            )
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, activations_bytes=observed.kept_bytes)
+    for x, y in run.batches(model, optimizer):  # full sequences: each rank takes its tokens of them
+        optimizer.zero_grad()
+        loss = model.loss(model(x), y)
+        loss.backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        run.record(loss)
+    run.finish(model, model.traffic(x.shape, all_to_all_layer), activations_bytes=observed.kept_bytes)
 
 
 if __name__ == "__main__":

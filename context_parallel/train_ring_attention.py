@@ -49,21 +49,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from tyro.conf import arg
 
-from comm.collectives import use_pattern
 from comm.point_to_point import InFlightShift
 from comm.script import start
-from context_parallel.block_attention import KERNELS, NO_KEY, join
+from context_parallel.block_attention import KERNELS, NO_KEY, join_results
 from context_parallel.clock import clock
-from context_parallel.cost import attention_traffic, ring_layer
+from context_parallel.cost import ring_layer
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import CUTS
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig
 from lab.trace.memory import Observed
-from lab.trace.timeline import span
-from training.gradients import average_traffic
-from training.old_run import Run
+from training.run import Run
 from training.validate import tick_seconds
 
 
@@ -92,10 +89,9 @@ class RingAttention(torch.autograd.Function):
         y, lse = torch.zeros_like(q, dtype=precise), q.new_full(q.shape[:-1], NO_KEY, dtype=precise)
         for source, kv in visits(torch.stack([k, v]), sequence):  # kv: (2, b, h, t, e), keys and values
             for part in sequence.parts(source):
-                with span("attention", "forward", pairs=part.pairs):
-                    rows, keys = part.queries, part.keys
-                    new_y, new_lse = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
-                    y[:, :, rows], lse[:, :, rows] = join(y[:, :, rows], lse[:, :, rows], new_y, new_lse)
+                rows, keys = part.queries, part.keys
+                new_y, new_lse = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
+                y[:, :, rows], lse[:, :, rows] = join_results(y[:, :, rows], lse[:, :, rows], new_y, new_lse)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.sequence = sequence
@@ -110,25 +106,24 @@ class RingAttention(torch.autograd.Function):
         for source, kv in visits(torch.stack([k, v]), sequence):
             dkv = torch.zeros_like(kv)
             for part in sequence.parts(source):
-                with span("attention", "backward", pairs=part.pairs):
-                    rows, keys = part.queries, part.keys
-                    dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
-                    dq_term, dk_term, dv_term = sequence.kernel.backward(
-                        dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
-                    )
-                    dq[:, :, rows] += dq_term
-                    dkv[0][:, :, keys] += dk_term
-                    dkv[1][:, :, keys] += dv_term
+                rows, keys = part.queries, part.keys
+                dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
+                dq_term, dk_term, dv_term = sequence.kernel.backward(
+                    dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
+                )
+                dq[:, :, rows] += dq_term
+                dkv[0][:, :, keys] += dk_term
+                dkv[1][:, :, keys] += dv_term
             if source == sequence.rank:
                 own_dkv = dkv  # it waits here for the terms of the other ranks
             else:
                 if in_flight is not None:
-                    dkv += arrived(in_flight)  # the terms of the ranks where these keys have been before
+                    dkv += in_flight.wait()  # the terms of the ranks where these keys have been before
                 # The right neighbour has these keys next, or in the last step they are its own. The left one
                 # sends the terms of the keys that it has in this step, which are those of source - 1.
                 in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
         if in_flight is not None:
-            own_dkv += arrived(in_flight)
+            own_dkv += in_flight.wait()
         return dq.to(q.dtype), *own_dkv, None
 
 
@@ -144,13 +139,7 @@ def visits(kv: Tensor, sequence: SharedSequence) -> Iterator[tuple[int, Tensor]]
             return
         shift = InFlightShift(kv, sequence.block_like(kv, source - 1), sequence.group)
         yield source, kv
-        kv = arrived(shift)
-
-
-def arrived(shift: InFlightShift) -> Tensor:
-    """Return what comes from the left neighbour, once it is there. The wait shows in the timeline."""
-    with span("message", "wait"):
-        return shift.wait()
+        kv = shift.wait()
 
 
 @dataclass
@@ -174,32 +163,20 @@ def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "context_ring", share=(0, 1), stream=cluster.rank)
     if args.link is None:
         run.not_measured = "messages round the ring are recorded as spans only with --link"
-    use_pattern(args.pattern)
     plain, kernel = run.model(), KERNELS[args.kernel]
     if args.metronome is not None:
         plain = GPT(GPTConfig.named(args.size, block_size=args.length)).to(cluster.device)
         kernel = clock(tick_seconds(args.metronome), args.length)
     model = ContextParallel(plain, ring_attention, CUTS[args.cut], kernel, has_documents=args.documents)
     optimizer, observed = run.optimizer(model), Observed(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)  # full sequences: each rank takes its tokens of them
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"), observed.forward():
-                    loss = model.loss(model(x), y)
-                with span("backward", "backward"):
-                    loss.backward()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic(
-                attention_traffic(model, x.shape, ring_layer) + average_traffic(model.parameters())
-            )
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
-    run.finish(model, activations_bytes=observed.kept_bytes)
+    for x, y in run.batches(model, optimizer):  # full sequences: each rank takes its tokens of them
+        optimizer.zero_grad()
+        loss = model.loss(model(x), y)
+        loss.backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        run.record(loss)
+    run.finish(model, model.traffic(x.shape, ring_layer), activations_bytes=observed.kept_bytes)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from comm.collectives import Group
+from comm.collectives import Group, use_pattern
 from comm.wire.groups import own_group
 from lab.launch.errors import WorkbookError
 from lab.models.model import FeedForward, GPTConfig, seeded
@@ -52,7 +52,7 @@ def refuse_choice(moe: MoEConfig) -> None:
         )
 
 
-def validate(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
+def validate_experts(moe: MoEConfig, expert_ranks: int, ranks: int) -> None:
     """Refuse experts that cannot be divided as asked, and tokens that cannot be dispatched as asked."""
     refuse_choice(moe)
     if expert_ranks < 1 or ranks % expert_ranks:
@@ -122,9 +122,15 @@ class ExpertGroups:
         return range(self.rank * each, (self.rank + 1) * each)
 
 
-def form_groups(expert_ranks: int) -> ExpertGroups:
-    """Form the groups of a job in which `expert_ranks` ranks share the experts; all ranks must call it."""
+def form_groups(expert_ranks: int, pattern: str | None = None) -> ExpertGroups:
+    """Form the groups of a job in which `expert_ranks` ranks share the experts; all ranks must call it.
+
+    `pattern` is that of the collectives in the new groups (comm/collectives.py).
+    """
     ranks = list(range(dist.get_world_size()))
     sharing = [ranks[first : first + expert_ranks] for first in ranks[::expert_ranks]]
     same = [ranks[place::expert_ranks] for place in range(expert_ranks)]
-    return ExpertGroups(None, own_group(sharing), own_group(same))
+    experts, replicas = own_group(sharing), own_group(same)
+    for group in (experts, replicas):
+        use_pattern(pattern, group)
+    return ExpertGroups(None, experts, replicas)

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.collectives import Group, chosen_pattern
+from comm.collectives import Group
 from comm.cost import expected_traffic, pairwise_traffic
 from expert_parallel.config import ExpertGroups
 from lab.trace.ledger import Traffic
-from training.gradients import average_traffic
 
 
 def exchange_traffic(sent_rr: Tensor, width: int, itemsize: int, group: Group) -> Traffic:
@@ -37,8 +36,7 @@ def tokens_between(sent_rE: Tensor, groups: ExpertGroups) -> Tensor:
 
 def counts_traffic(sent_rE: Tensor, groups: ExpertGroups) -> Traffic:
     """Return what this rank sends in the all-gather that tells all ranks the counts of a layer."""
-    pattern = chosen_pattern("all_gather", groups.everyone)
-    return expected_traffic("all_gather", pattern, sent_rE.numel(), sent_rE.element_size(), groups.everyone)
+    return expected_traffic("all_gather", None, sent_rE.numel(), sent_rE.itemsize, groups.everyone)
 
 
 def tokens_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
@@ -48,15 +46,10 @@ def tokens_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGro
     return sum(both, Traffic())
 
 
-def traffic_per_step(model: nn.Module) -> Traffic:
-    """Return this rank's expected traffic for the last step of an ExpertParallel model."""
-    width, itemsize = model.module.config.width, model.dense[0].element_size()
-    total = average_traffic(model.dense, model.groups.everyone)
-    total += average_traffic(model.experts, model.groups.replicas)
-    for layer in model.layers:
-        once = tokens_traffic(layer.sent_rE, width, itemsize, model.groups)
-        total += counts_traffic(layer.sent_rE, model.groups) + once + once
-    return total
+def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGroups) -> Traffic:
+    """Return what this rank sends in a layer's forward and backward."""
+    once = tokens_traffic(sent_rE, width, itemsize, groups)
+    return counts_traffic(sent_rE, groups) + once + once
 
 
 def router_figures(model: nn.Module) -> dict[str, Any]:

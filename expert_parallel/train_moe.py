@@ -36,14 +36,14 @@ a assignments of a token to an expert (t * k of them, without those that are dro
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import training.arguments
-from comm.collectives import all_gather, broadcast, chosen_pattern, use_pattern
+from comm.collectives import Group, all_gather, broadcast
 from comm.functions import exchange_shards
 from comm.in_flight import InFlightExchange
 from comm.script import start
@@ -54,18 +54,19 @@ from expert_parallel.config import (
     form_groups,
     make_expert,
     random_numbers_of,
-    validate,
+    validate_experts,
 )
-from expert_parallel.expected_traffic import router_figures, traffic_per_step
+from expert_parallel.expected_traffic import layer_traffic, router_figures
 from expert_parallel.full_state import full_state
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
-from lab.trace.timeline import span
+from lab.trace.ledger import Traffic
 from training.arguments import NotOffered
-from training.gradients import average_gradients, is_in_backward
-from training.old_guard import Guard
-from training.old_run import Run
+from training.clipping import clip_grad_norm_
+from training.gradients import average_gradients, average_traffic, is_in_backward
+from training.guard import guarded
+from training.run import Run
 from training.state_shards import StateShard, plain_shards
 
 
@@ -145,7 +146,7 @@ class MixtureOfExperts(nn.Module):
         chosen_E = experts_tk.flatten().bincount(minlength=self.moe.num_experts)
         everyone = self.groups.everyone
         chosen = chosen_E.new_empty(dist.get_world_size(everyone) * len(chosen_E))
-        all_gather(chosen, chosen_E, everyone, pattern=chosen_pattern("all_gather", everyone))
+        all_gather(chosen, chosen_E, everyone)
         chosen_rE = chosen.view(-1, len(chosen_E))
         if self.moe.capacity is None:
             return chosen_rE, chosen_rE
@@ -184,6 +185,7 @@ class MixtureOfExperts(nn.Module):
         return y_td.index_add(0, assignments // self.moe.top_k, terms_ad)
 
 
+@guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
 class ExpertParallel(nn.Module):
     """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
 
@@ -193,6 +195,8 @@ class ExpertParallel(nn.Module):
     the optimizer (weight_decay): of one that is added to the loss, experts would get an n-th, for the n ranks
     of an expert group.
     """
+
+    may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
 
     def __init__(self, module: GPT, moe: MoEConfig, groups: ExpertGroups, seed: int = 0) -> None:
         super().__init__()
@@ -207,12 +211,14 @@ class ExpertParallel(nn.Module):
         # Experts are drawn from seed, layer and number, so replicas of an expert are equal already.
         for tensor in [*self.dense, *module.buffers()]:
             broadcast(tensor.data, root=0, group=groups.everyone)
-        self._guard = Guard(module)
-        self._guard.watch()
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    @property
+    def plain(self) -> GPT:
+        return self.module
+
+    def forward(self, tokens_bt: Tensor, *positions: Tensor) -> Tensor:
         """Return the logits of this rank's slice of the batch."""
-        return self.module(tokens_bt)
+        return self.module(tokens_bt, *positions)
 
     def auxiliary_loss(self) -> Tensor:
         """Return the sum over layers of the balancing loss of the last forward."""
@@ -232,14 +238,30 @@ class ExpertParallel(nn.Module):
         """Average gradients over all ranks, and those of an expert over its replicas."""
         average_gradients(self.dense, self.groups.everyone)
         average_gradients(self.experts, self.groups.replicas)
-        self._guard.expect_gradients()
         for parameter in self.experts:
             if parameter.requires_grad:
                 parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state with the experts of all ranks, on every rank; every rank must call it."""
-        return full_state(self.module.state_dict(), self.groups)
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip by the norm of all gradients, those of all experts among them."""
+        uncounted = self.counted_elsewhere()
+        return clip_grad_norm_(self.module.parameters(), max_norm, self.norm_groups, uncounted=uncounted)
+
+    @property
+    def norm_groups(self) -> list[Group]:
+        """Return the groups over which the squares of gradients add up."""
+        return [self.groups.experts]
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """Return the parameters of this rank whose gradients count on another rank of the expert group."""
+        return set(self.dense) if self.groups.rank > 0 else set()
+
+    def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the state with the experts of all ranks, on every rank; every rank must call it.
+
+        `state` is that of a wrapper around this one, which has put its own axis together.
+        """
+        return full_state(self.module.state_dict() if state is None else state, self.groups)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of the state with all experts."""
@@ -248,6 +270,13 @@ class ExpertParallel(nn.Module):
     def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of the full model and of the optimizer's state."""
         return plain_shards(self.module, optimizer)  # an expert has its number in its name
+
+    def traffic(self) -> Traffic:
+        """Return what this rank sends in a step such as the last one, in which routers chose the experts."""
+        width, itemsize = self.module.config.width, self.dense[0].itemsize
+        layers = [layer_traffic(layer.sent_rE, width, itemsize, self.groups) for layer in self.layers]
+        dense = average_traffic(self.dense, self.groups.everyone)
+        return sum(layers, dense + average_traffic(self.experts, self.groups.replicas))
 
 
 @dataclass
@@ -277,7 +306,7 @@ class Args(training.arguments.Args):
 
     def validate(self, world_size: int) -> None:
         """Raise WorkbookError unless experts can be divided, and tokens dispatched, as asked."""
-        validate(self.moe, self.expert_ranks_of(world_size), world_size)
+        validate_experts(self.moe, self.expert_ranks_of(world_size), world_size)
         for option, number in (("--aux-weight", self.aux_weight), ("--bias-rate", self.bias_rate)):
             if not 0 <= number < math.inf:
                 raise WorkbookError(f"{option} {number:g}: it is a number from 0, such as 0.01.")
@@ -290,34 +319,28 @@ class Args(training.arguments.Args):
         """Return among how many ranks the experts are divided."""
         return math.gcd(world_size, self.experts) if self.expert_ranks is None else self.expert_ranks
 
+    def made_with(self) -> dict[str, Any]:
+        """Return what another run must have, too, to go on from this one's checkpoint."""
+        names = ("experts", "top_k", "capacity", "aux_weight", "balance", "shared")
+        return super().made_with() | (self.chosen(*names) if self.experts > 1 else {})
+
 
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "expert_parallel")
-    groups = form_groups(args.expert_ranks_of(cluster.world_size))
-    for group in (groups.everyone, groups.experts, groups.replicas):
-        use_pattern(args.pattern, group)
+    groups = form_groups(args.expert_ranks_of(cluster.world_size), args.pattern)
     model = ExpertParallel(run.model(), args.moe, groups, args.seed)
     optimizer = run.optimizer(model)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"):
-                    loss = balanced = loss_of(model(x), y, run.valid_targets(y))
-                    if args.balance == "aux":
-                        balanced = loss + args.aux_weight * model.auxiliary_loss()
-                with span("backward", "backward"):
-                    balanced.backward()
-                model.finish_gradient_sync()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                if args.balance == "bias":
-                    model.move_biases(args.bias_rate)
-                record.loss = run.mean_loss(loss)
-            run.expect_traffic(traffic_per_step(model))
-            run.evaluate(step, model)
-            run.stop_if_asked(step)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = balanced = loss_of(model(x), y, run.num_targets)
+        if args.balance == "aux":
+            balanced = loss + args.aux_weight * model.auxiliary_loss()
+        balanced.backward()
+        model.finish_gradient_sync()
+        optimizer.step()
+        if args.balance == "bias":
+            model.move_biases(args.bias_rate)
+        run.record(loss, traffic=model.traffic())
     run.finish(model, **router_figures(model))
 
 

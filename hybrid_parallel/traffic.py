@@ -37,7 +37,7 @@ from hybrid_parallel.expert_axis import BalancedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
 from low_communication import train_local_sgd
-from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
+from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
 from training.gradients import average_traffic
 
 ByAxis = dict[str, Traffic]
@@ -152,7 +152,7 @@ def _of_divided_experts(hybrid: HybridParallel, expected: ExpectedTraffic) -> Tr
 def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
     stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
     for stage in stages:
-        yield parts_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
+        yield modules_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
 
 
 def _of_numbers(count: int, group: Group) -> Traffic:

@@ -26,7 +26,7 @@ from lab.trace.memory import Observed
 Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor
 
 
-def figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, Any]:
+def block_figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, Any]:
     """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences.
 
     `model` is a TensorParallel, and `shape` that of the input: batch, time.
@@ -36,7 +36,7 @@ def figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, A
         "block_bytes": observed.sent_bytes,
         "block_bytes_formula": ExpectedTraffic(model).of_parts(shape, ["blocks.0"]).bytes_sent,
         "activations_bytes": observed.kept_bytes,
-        "activations_formula_bytes": activations_formula(model.module.config, shape[0], ranks, by_tokens),
+        "activations_formula_bytes": activations_formula(model.plain.config, shape[0], ranks, by_tokens),
     }
 
 
@@ -49,7 +49,7 @@ class ExpectedTraffic:
     """
 
     def __init__(self, model: Any, computed_itemsize: int | None = None) -> None:
-        self.model, self.plain = model, model.module
+        self.model, self.plain = model, model.plain
         self.itemsize = next(model.parameters()).itemsize
         self.computed_itemsize = computed_itemsize or self.itemsize
         # Pairs of a column layer and a row layer in a block; experts take the place of an MLP.
@@ -106,7 +106,7 @@ class ExpectedTraffic:
         return sum(each, Traffic())
 
 
-def parts_of(names: Iterable[str]) -> set[str]:
+def modules_of(names: Iterable[str]) -> set[str]:
     """Return the modules that parameters of these names belong to: blocks and layers with their numbers."""
     return {".".join(name.split(".")[: 1 + name.startswith(("blocks.", "layers."))]) for name in names}
 

@@ -72,7 +72,7 @@ def padded_shard(full: Tensor, dim: int, group: Group) -> Tensor:
     return own_shard(full, dim, group)
 
 
-def divide(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Parameter:
+def divide_parameter(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Parameter:
     """Replace the parameter's values, `size` along `dim`, by this rank's shard. The object stays the same.
 
     So an optimizer keeps it, and tied layers share it: the second one finds a shard already.
@@ -106,7 +106,7 @@ class ColumnParallelLinear(nn.Module):
             validate_divisible("outputs", plain.out_features, group)
         self.weight, self.bias = plain.weight, plain.bias
         for parameter in plain.parameters():
-            divide(parameter, 0, plain.out_features, group)
+            divide_parameter(parameter, 0, plain.out_features, group)
         self.dims = {name: (0, plain.out_features) for name, _ in plain.named_parameters()}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         validate_divisible("inputs", plain.in_features, group)
         self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight, self.bias = divide(plain.weight, 1, plain.in_features, group), plain.bias
+        self.weight, self.bias = divide_parameter(plain.weight, 1, plain.in_features, group), plain.bias
         self.dims = {"weight": (1, plain.in_features)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.vocab_size = plain.num_embeddings
-        self.weight = divide(plain.weight, 0, self.vocab_size, group)
+        self.weight = divide_parameter(plain.weight, 0, self.vocab_size, group)
         self.dims = {"weight": (0, self.vocab_size)}
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
 from lab.trace.ledger import Traffic
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.expected_traffic import ExpectedTraffic, parts_of
+from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -53,15 +53,17 @@ _SEEDS = 2**62
 
 
 def parallelize(
-    model: GPT | MLP, group: Group = None, sequence_parallel: bool = False, overlap: bool = True
+    model: nn.Module, group: Group = None, sequence_parallel: bool = False, overlap: bool = True
 ) -> "TensorParallel":
     """Divide a plain GPT or MLP of `lab` among the ranks, in place; weights and random seed become rank 0's.
 
-    `overlap` hides the reductions in the backward of column layers. The model keeps its parameter objects, so
-    an optimizer may be made before. Raises WorkbookError where the number of ranks does not divide heads or
-    widths; a vocabulary is padded.
+    `model` may also be a wrapper that has one as `plain`, such as ExpertParallel. `overlap` hides the
+    reductions in the backward of column layers. The model keeps its parameter objects, so an optimizer may be
+    made before. Raises WorkbookError where the number of ranks does not divide heads or widths; a vocabulary
+    is padded.
     """
-    if not isinstance(model, GPT | MLP) or (sequence_parallel and isinstance(model, MLP)):
+    plain = getattr(model, "plain", model)
+    if not isinstance(plain, GPT | MLP) or (sequence_parallel and isinstance(plain, MLP)):
         raise WorkbookError("parallelize takes a GPT, or an MLP without sequence parallelism.")
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.data, root=0, group=group)
@@ -80,29 +82,35 @@ class TensorParallel(nn.Module):
     `with_own_tokens_only` lists.
     """
 
-    def __init__(self, module: GPT | MLP, group: Group, sequence_parallel: bool, overlap: bool) -> None:
+    def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool, overlap: bool) -> None:
         super().__init__()
         self.module, self.group = module, group
+        plain = self.plain
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
         options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         self.embedding = partial(VocabParallelEmbedding, **options)
         self.column = partial(ColumnParallelLinear, overlap=overlap, **options)
         self.row = partial(RowParallelLinear, **options)
         self.randomness = RankRandomness(group, next(module.parameters()).device)
-        if isinstance(module, GPT):
-            self._divide_gpt(module)
+        if isinstance(plain, GPT):
+            self._divide_gpt(plain)
         else:
-            self._divide_mlp(module)
-        layers = [(path, layer) for path, layer in module.named_modules() if hasattr(layer, "dims")]
+            self._divide_mlp(plain)
+        layers = [(path, layer) for path, layer in plain.named_modules() if hasattr(layer, "dims")]
         self.dims = {f"{path}.{name}": where for path, layer in layers for name, where in layer.dims.items()}
-        self.divided = [p for name, p in module.named_parameters() if name in self.dims]
-        self.returns_shard = isinstance(module, GPT)
+        self.divided = [p for name, p in plain.named_parameters() if name in self.dims]
+        self.returns_shard = isinstance(plain, GPT)
         # Where ZeRO divides parameters along another axis: this rank's shard of each of them.
         self.held: Mapping[nn.Parameter, nn.Parameter] | None = None
         ranks = dist.get_world_size(group)
         for parameter in self.with_own_tokens_only():
             if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
                 parameter.register_hook(lambda term: term * ranks)
+
+    @property
+    def plain(self) -> Any:
+        """Return the GPT or MLP, whose names parameters have in a state."""
+        return getattr(self.module, "plain", self.module)
 
     def _divide_mlp(self, model: MLP) -> None:
         for i, layer in enumerate(model.layers):
@@ -126,26 +134,26 @@ class TensorParallel(nn.Module):
                 module.dropout = RankDropout(module.dropout.p)
                 module.dropout.randomness = self.randomness
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *positions: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return self.module(x)
-        time, longest = x.shape[1], self.module.position_embedding.num_embeddings
+            return self.module(x, *positions)
+        time, longest = x.shape[1], self.plain.position_embedding.num_embeddings
         if time > longest:
             raise ValueError(f"{time} tokens in a row exceed block_size {longest}")
         # Under a causal mask, tokens at the end change nothing before them.
         padded = F.pad(x, (0, -time % dist.get_world_size(self.group)))
-        return self.module(padded)[:, :time]
+        return self.module(padded, *positions)[:, :time]
 
     def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return the cross entropy in nats, as `loss_of`; the same on every rank."""
         if not self.returns_shard:
             return loss_of(logits_btv, targets_bt, num_targets)  # of an MLP's full output
-        size, logits_btv = self.module.config.vocab_size, logits_btv.as_subclass(Tensor)
+        size, logits_btv = self.plain.config.vocab_size, logits_btv.as_subclass(Tensor)
         return vocab_parallel_cross_entropy(logits_btv, targets_bt, size, self.group, num_targets=num_targets)
 
     def with_own_tokens_only(self) -> list[nn.Parameter]:
         """Return the replicated parameters whose gradient covers only this rank's tokens."""
-        named = self.module.named_parameters() if self.sequence_parallel else ()
+        named = self.plain.named_parameters() if self.sequence_parallel else ()
         return [parameter for name, parameter in named if name not in self.dims]
 
     def finish_gradient_sync(self) -> None:
@@ -154,22 +162,44 @@ class TensorParallel(nn.Module):
         if self.held is not None:
             parameters = [self.held[parameter] for parameter in parameters if parameter in self.held]
         average_gradients(parameters, self.group)
+        if hasattr(self.module, "finish_gradient_sync"):
+            self.module.finish_gradient_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
-        named = dict(self.module.named_parameters())
-        replicated = {parameter for name, parameter in named.items() if name not in self.dims}
-        uncounted = replicated if dist.get_rank(self.group) > 0 else ()
-        return clip_grad_norm_(named.values(), max_norm, [self.group], uncounted=uncounted)
+        uncounted = self.counted_elsewhere()
+        return clip_grad_norm_(self.plain.parameters(), max_norm, self.norm_groups, uncounted=uncounted)
+
+    @property
+    def norm_groups(self) -> list[Group]:
+        """Return the groups over which the squares of gradients add up, one after the other."""
+        return [self.group, *getattr(self.module, "norm_groups", [])]
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        """Return the parameters of this rank whose gradients count on another rank of these groups."""
+        named = self.plain.named_parameters(remove_duplicate=False)
+        replicated = {parameter for name, parameter in named if name not in self.dims}
+        own = replicated if dist.get_rank(self.group) > 0 else set()
+        return own | getattr(self.module, "counted_elsewhere", set)()
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
-        loss = self.loss(self(x), y, num_targets=1).double()  # the sum
+        return self.sums_of(self(x), y, counts)
+
+    def sums_of(self, logits: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
+        """Do what `evaluation_sums` does, with logits that a wrapper around this one has computed."""
+        loss = self.loss(logits, y, num_targets=1).double()  # the sum
         return torch.stack([loss, torch.zeros_like(loss)]) if dist.get_rank(self.group) == 0 else None
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the plain model, full on every rank; every rank must call it."""
-        return {name: self.full_tensor(name, shard) for name, shard in self.module.state_dict().items()}
+    def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return the state dict of the plain model, full on every rank; every rank must call it.
+
+        `state` is that of a wrapper around this one, which has put its own axis together.
+        """
+        state = self.plain.state_dict() if state is None else state
+        state = {name: self.full_tensor(name, shard) for name, shard in state.items()}
+        inner = getattr(self.module, "full_state_dict", None)
+        return state if inner is None else inner(state)
 
     def full_tensor(self, name: str, shard: Tensor) -> Tensor:
         """Return a copy of what all ranks together hold of the parameter `name`; every rank must call it."""
@@ -181,22 +211,27 @@ class TensorParallel(nn.Module):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's shards of a plain model's state dict."""
         own = {name: padded_shard(state[name], dim, self.group) for name, (dim, _) in self.dims.items()}
-        self.module.load_state_dict(state | own)
+        getattr(self.module, "load_full_state_dict", self.plain.load_state_dict)(state | own)
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
-        rank, found = dist.get_rank(self.group), [*buffer_shards(self.module)]
-        for name, parameter in self.module.named_parameters():
-            shape, offset = list(parameter.shape), [0] * parameter.dim()
-            if name in self.dims:
-                dim, size = self.dims[name]
-                offset[dim], shape[dim] = rank * shape[dim], size
+        found = [*buffer_shards(self.plain)]
+        for name, parameter in self.plain.named_parameters():
+            shape, offset = self.place_of(name, parameter)
             found += trained_shards(name, parameter, optimizer, shape=shape, offset=offset)
         return found
 
+    def place_of(self, name: str, shard: Tensor) -> tuple[list[int], list[int]]:
+        """Return the shape of the full tensor of which this rank has a shard, and where the shard begins."""
+        shape, offset = list(shard.shape), [0] * shard.dim()
+        if name in self.dims:
+            dim, size = self.dims[name]
+            offset[dim], shape[dim] = dist.get_rank(self.group) * shape[dim], size
+        return shape, offset
+
     def traffic(self, shape: Sequence[int], is_clipped: bool = False) -> Traffic:
         """Return what a rank sends in a step of a GPT, by formula; `shape` is the batch's: examples, time."""
-        expected, parts = ExpectedTraffic(self), parts_of(self.module.state_dict())
+        expected, parts = ExpectedTraffic(self), modules_of(self.plain.state_dict())
         summed = sum(p.numel() for p in self.with_own_tokens_only() if p.requires_grad)
         norm = expected.sum([("all_reduce", 1)] * is_clipped, itemsize=8)
         return expected.of_parts(shape, parts) + expected.of_gradients(summed) + norm

@@ -28,7 +28,7 @@ import training.arguments
 from comm.script import start
 from lab.cluster import Cluster
 from lab.trace.memory import Observed
-from tensor_parallel.expected_traffic import figures
+from tensor_parallel.expected_traffic import block_figures
 from tensor_parallel.parallelize import parallelize
 from training.arguments import ClipArgs, NotOffered, Size
 from training.run import Run
@@ -60,7 +60,7 @@ def main(cluster: Cluster, args: Args, mode: str = "tensor_parallel", by_tokens:
         optimizer.step()
         run.record(loss)
     traffic = model.traffic(x.shape, is_clipped=args.clip is not None)
-    run.finish(model, traffic, **figures(model, observed, x.shape))
+    run.finish(model, traffic, **block_figures(model, observed, x.shape))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,8 @@ class Guard:
     It looks at `finish_gradient_sync()`, which ends a step's communication; at its `module`; at
     `require_backward_grad_sync`, if it sends in the backward, which is False in all microbatches but the
     last; and at what the rank trains in part: its `parameter_shards`, or its `divided` parameters, whose
-    ranks compute one batch (and return shards of the logits, if `returns_shard`).
+    ranks compute one batch (and return shards of the logits, if `returns_shard`). `may_freeze_later` is true
+    for a wrapper that looks in each step which parameters are trained.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -112,6 +113,7 @@ class Guard:
         refuse_layers(module)
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
         self._wrapped = parameters_of(module)
+        self._may_freeze = getattr(wrapper, "may_freeze_later", False)
         self._arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
         self._accepted = weakref.WeakSet[Optimizer]()
         self._sends_in_the_backward = hasattr(wrapper, "require_backward_grad_sync")
@@ -143,11 +145,11 @@ class Guard:
     def refuse_changes(self, module: nn.Module, is_step: bool = False) -> None:
         """Raise WorkbookError if the module has other parameters than when it was wrapped.
 
-        Before a step, only those that are trained count.
+        Before a step, and where they may be frozen later, only those that are trained count.
         """
         now = parameters_of(module) if torch.is_grad_enabled() else self._wrapped
         changed = [name for name in self._wrapped | now if self._wrapped.get(name) != now.get(name)]
-        if is_step:
+        if is_step or self._may_freeze:
             changed = [name for name in changed if name in now and now[name][1]]
         if changed:
             raise WorkbookError(

@@ -14,7 +14,7 @@ EXERCISES = (
         name="join_attention",
         title="Attention in parts",
         notebook=NOTEBOOK,
-        target="context_parallel.block_attention.join",
+        target="context_parallel.block_attention.join_results",
         tests=(
             BLOCKS + "test_results_over_two_sets_of_keys_are_joined_to_that_over_both[fused]",
             BLOCKS + "test_joining_with_the_result_of_no_key_changes_nothing",
@@ -107,7 +107,7 @@ EXERCISES = (
             `ctx.sequence`.
         """,
         helps=(
-            "sequence.parts(source) -> list[Part]\n    "
+            "sequence.parts(source) -> list[AttentionPart]\n    "
             "The attention to a rank's keys, in parts: slices part.queries and part.keys of the tokens.",
             "sequence.kernel.attend(q, k, v, part) -> tuple[Tensor, Tensor]\n    "
             "What the part's queries find among its keys, and their log-sum-exp.",
@@ -118,8 +118,8 @@ EXERCISES = (
             "A query's result over several blocks is joined from theirs: begin with zeros and a log-sum-exp "
             "of NO_KEY, which is that of no key.",
             "For source, kv in visits(torch.stack([k, v]), sequence), for each part: attend "
-            "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign join(...) "
-            "to these rows of y and lse.",
+            "with q[:, :, part.queries] and the two tensors of kv[:, :, :, part.keys], and assign "
+            "join_results(...) to these rows of y and lse.",
         ),
     ),
     Exercise(

@@ -74,7 +74,6 @@ EXERCISES = (
             "self.groups.everyone, self.groups.experts, self.groups.replicas: Group\n    "
             "All ranks; those that share the experts; those that hold the same ones.",
             "self.groups.num_expert_ranks: int",
-            "self._guard.expect_gradients()\n    Call it last: until then optimizer.step() is refused.",
         ),
         hints=(
             "The loss of one process is the mean of the ranks' losses. So the gradient of what all ranks "

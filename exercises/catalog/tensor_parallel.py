@@ -246,9 +246,9 @@ EXERCISES = (
             """,
         },
         helps=(
-            "self.module: nn.Module, self.group: Group, self.sequence_parallel: bool",
+            "self.plain: nn.Module, self.group: Group, self.sequence_parallel: bool",
             "self.dims: dict[str, tuple[int, int]]\n    "
-            "By their names in the module, the parameters that the ranks divide.",
+            "By their names in the plain model, the parameters that the ranks divide.",
             "self.held: dict[nn.Parameter, Tensor] | None\n    "
             "With ZeRO, the shards of trained parameters: theirs are the gradients.",
         ),

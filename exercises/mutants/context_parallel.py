@@ -72,7 +72,7 @@ mutant(
 mutant(
     "context_joined_without_rescaling",
     "The loss is wrong on two ranks and more: results over the keys of several ranks are just averaged.",
-    target="context_parallel.block_attention.join",
+    target="context_parallel.block_attention.join_results",
     changes={
         "weights = [torch.exp(each - joined).unsqueeze(-1) for each in (lse, other_lse)]": "",
         "weights[0] * y + weights[1] * other_y": "(y + other_y) / 2",
@@ -94,7 +94,7 @@ mutant(
             "else:\n"
             "    in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)"
         ),
-        "if in_flight is not None:\n    own_dkv += arrived(in_flight)": "",
+        "if in_flight is not None:\n    own_dkv += in_flight.wait()": "",
     },
     killer=EQUIVALENCE + "test_queries_meet_all_keys_and_gradients_come_home",
     symptom=(

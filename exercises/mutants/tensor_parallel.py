@@ -115,8 +115,8 @@ mutant(
     "Replicated parameters drift apart: each rank clips by the norm of its own shards.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={
-        "clip_grad_norm_(named.values(), max_norm, [self.group], uncounted=uncounted)": (
-            "nn.utils.clip_grad_norm_(named.values(), max_norm)"
+        "clip_grad_norm_(self.plain.parameters(), max_norm, self.norm_groups, uncounted=uncounted)": (
+            "nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)"
         ),
     },
     killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
@@ -147,7 +147,7 @@ mutant(
     "tensor_padding_gets_probability",
     "The loss is slightly too large: the padding of the vocabulary gets a share of the probability.",
     target="tensor_parallel.parallelize.TensorParallel.loss",
-    changes={"self.module.config.vocab_size": "None"},
+    changes={"self.plain.config.vocab_size": "None"},
     killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
 )
 

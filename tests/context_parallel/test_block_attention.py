@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from context_parallel.block_attention import KERNELS, NO_KEY, join
-from context_parallel.sequence_cut import Part
+from context_parallel.block_attention import KERNELS, NO_KEY, join_results
+from context_parallel.sequence_cut import AttentionPart
 from lab.check import assert_same
 from tests.context_parallel.equivalence import qkv
 from tests.one_process import RTOL
@@ -28,8 +28,8 @@ def random_mask() -> Tensor:
     return mask
 
 
-EVERYTHING = Part(slice(0, QUERIES), slice(0, KEYS))
-MASKED = Part(slice(0, QUERIES), slice(0, KEYS), mask=random_mask())
+EVERYTHING = AttentionPart(slice(0, QUERIES), slice(0, KEYS))
+MASKED = AttentionPart(slice(0, QUERIES), slice(0, KEYS), mask=random_mask())
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,9 @@ def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel):
     q, k, v, _ = blocks()
     for border in (1, 3, 6):
         parts = [(k[:, :, own], v[:, :, own]) for own in (slice(0, border), slice(border, KEYS))]
-        ends = (Part(slice(0, QUERIES), slice(0, part[0].shape[2])) for part in parts)
+        ends = (AttentionPart(slice(0, QUERIES), slice(0, part[0].shape[2])) for part in parts)
         results = [kernel.attend(q, *part, end) for part, end in zip(parts, ends, strict=True)]
-        joined = dict(zip(("y", "lse"), join(*results[0], *results[1]), strict=True))
+        joined = dict(zip(("y", "lse"), join_results(*results[0], *results[1]), strict=True))
         expected = dict(zip(("y", "lse"), softmax_attention(q, k, v), strict=True))
         assert_same(joined, expected, RTOL, f"joined results of {border} keys and of the others,")
 
@@ -58,23 +58,23 @@ def test_joining_with_the_result_of_no_key_changes_nothing():
     q, k, v, _ = blocks()
     found = KERNELS["textbook"].attend(q, k, v, EVERYTHING)
     nothing = torch.zeros_like(found[0]), torch.full_like(found[1], NO_KEY)
-    for y, lse in (join(*found, *nothing), join(*nothing, *found)):
+    for y, lse in (join_results(*found, *nothing), join_results(*nothing, *found)):
         assert torch.equal(y, found[0]) and torch.equal(lse, found[1])
-    y, lse = join(*nothing, *nothing)
+    y, lse = join_results(*nothing, *nothing)
     assert not y.any() and torch.isfinite(lse).all()
 
 
 def test_scores_that_exp_cannot_hold_are_joined():
     far = torch.tensor([[[1000.0]]], dtype=torch.float64)
     ones = torch.ones(1, 1, 1, 2, dtype=torch.float64)
-    y, lse = join(ones, far, 3 * ones, far)
+    y, lse = join_results(ones, far, 3 * ones, far)
     assert_same({"y": y, "lse": lse}, {"y": 2 * ones, "lse": far + torch.tensor(2.0).double().log()}, RTOL)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: int):
-    for part in (EVERYTHING, MASKED, Part(slice(0, QUERIES), slice(0, QUERIES), is_causal=True)):
+    for part in (EVERYTHING, MASKED, AttentionPart(slice(0, QUERIES), slice(0, QUERIES), is_causal=True)):
         q, k, v, dy = blocks(kv_heads)
         k, v = k[:, :, part.keys], v[:, :, part.keys]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

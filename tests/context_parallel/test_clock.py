@@ -8,7 +8,7 @@ import torch
 from comm.cost import Link
 from context_parallel.clock import clock
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
-from context_parallel.sequence_cut import CUTS, Part
+from context_parallel.sequence_cut import CUTS, AttentionPart
 
 
 def test_contiguous_pieces_take_1_75_times_as_long_on_four_ranks_and_the_zigzag_cut_is_balanced():
@@ -20,8 +20,8 @@ def test_contiguous_pieces_take_1_75_times_as_long_on_four_ranks_and_the_zigzag_
 def test_a_clock_sleeps_in_proportion_to_the_pairs_and_twice_as_long_in_the_backward():
     kernel, x, lse = clock(0.01, length=4), torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4)
     for part, seconds in (
-        (Part(slice(0, 4), slice(0, 4), is_causal=True), 0.01),
-        (Part(slice(0, 4), slice(0, 4)), 0.016),
+        (AttentionPart(slice(0, 4), slice(0, 4), is_causal=True), 0.01),
+        (AttentionPart(slice(0, 4), slice(0, 4)), 0.016),
     ):
         start = time.perf_counter()
         kernel.attend(x, x, x, part)

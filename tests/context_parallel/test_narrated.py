@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from comm.functions import exchange_shards
 from comm.point_to_point import InFlightShift
-from context_parallel.block_attention import join
+from context_parallel.block_attention import join_results
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import SequenceCut
 from context_parallel.train_all_to_all_attention import all_to_all_attention
@@ -55,7 +55,7 @@ def test_ring_attention_equals_one_process():
             block_y = torch.exp(scores - block_lse.unsqueeze(-1)) @ values
 
             # Two results are joined in the proportion of their sums of exponentials.
-            y, lse = (block_y, block_lse) if step == 0 else join(y, lse, block_y, block_lse)
+            y, lse = (block_y, block_lse) if step == 0 else join_results(y, lse, block_y, block_lse)
             if step < 2:
                 visiting = InFlightShift(visiting, torch.empty_like(visiting)).wait()
 
