@@ -48,7 +48,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.units import show_bytes, show_seconds
 from low_communication.train_compressed import CompressedDataParallel
-from low_communication.train_diloco import DiLoCo
+from low_communication.train_diloco import StreamingDiLoCo
 from low_communication.train_local_sgd import LocalSGD
 from training.arguments import OPTIMIZERS, Size
 from training.data import TrainingData, seed_step
@@ -142,7 +142,7 @@ class Trainer:
         if method == CORRECTED:
             self.model = MomentumCorrected(gpt, **options)
         elif method.startswith("diloco"):
-            self.model = DiLoCo(gpt, **options)
+            self.model = StreamingDiLoCo(gpt, **options)
         elif "sync_every" in options:
             self.model = LocalSGD(gpt, **options)
         elif "compress" in options:
@@ -167,7 +167,7 @@ class Trainer:
         self.optimizer.step()
         if isinstance(self.model, LocalSGD):
             self.model.after_step(self.optimizer)
-        elif isinstance(self.model, DiLoCo):
+        elif isinstance(self.model, StreamingDiLoCo):
             self.model.after_step()
         self.steps += 1
 

@@ -140,7 +140,7 @@ class HybridParallel(nn.Module):
         elif self.sizes.compress:
             self.data = CompressedDataParallel(self.module, self.sizes.compress, group)
         elif self.sizes.sync_every > 1:
-            self.local, self.data = LocalSGD(self.module, self.sizes.sync_every, group, pattern), None
+            self.local, self.data = LocalSGD(self.module, self.sizes.sync_every, group), None
         elif self.sizes.replicas > 1:
             self.data = BucketDataParallel(self.module, group)
         else:
@@ -195,9 +195,7 @@ class HybridParallel(nn.Module):
     def after_step(self, is_last: bool = False) -> None:
         """Average the parameters of replicas that train alone, if it is time or the training ends."""
         if self.local is not None:
-            self.are_equal = self.local.after_step(self.optimizer) or is_last
-            if self.are_equal and self.local.steps:
-                self.local.average(self.optimizer)
+            self.are_equal = self.local.after_step(self.optimizer, is_last)
 
     def own_tokens(self, full_bt: Tensor) -> Tensor:
         """Return this rank's tokens of full sequences."""

@@ -36,7 +36,6 @@ from hybrid_parallel import mesh
 from hybrid_parallel.expert_axis import BalancedExperts, layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
-from low_communication import train_local_sgd
 from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
 from training.gradients import average_traffic
 
@@ -72,7 +71,7 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bo
 
 def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
     if hybrid.local is not None and hybrid.are_equal:
-        return train_local_sgd.traffic_of_average(hybrid.local, hybrid.optimizer)
+        return hybrid.local.traffic(hybrid.optimizer)
     if hybrid.data is None:
         return Traffic()
     if hybrid.sizes.zero:

@@ -48,13 +48,9 @@ class Compressor(ABC):
     """Averages a bucket that holds tensors of these shapes and this dtype, one after another in memory."""
 
     def __init__(
-        self,
-        shapes: Sequence[Sequence[int]],
-        group: Group = None,
-        pattern: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, shapes: Sequence[Sequence[int]], group: Group = None, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.sizes, self.group, self.pattern = [math.prod(shape) for shape in shapes], group, pattern
+        self.sizes, self.group = [math.prod(shape) for shape in shapes], group
         self.numel, self.dtype, self.ranks = sum(self.sizes), dtype, dist.get_world_size(group)
 
     @abstractmethod
@@ -66,7 +62,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def traffic(self) -> Traffic:
-        """Return what this rank is expected to send in one call of `mean`."""
+        """Return what this rank sends in one call of `mean`."""
 
 
 class Float32(Compressor):
@@ -74,11 +70,11 @@ class Float32(Compressor):
 
     def mean(self, flat: Tensor) -> Tensor:
         sent = flat.clone()
-        all_reduce(flat, "mean", self.group, pattern=self.pattern)
+        all_reduce(flat, "mean", self.group)
         return sent
 
     def traffic(self) -> Traffic:
-        return expected_traffic("all_reduce", self.pattern, self.numel, self.dtype.itemsize, self.group)
+        return expected_traffic("all_reduce", None, self.numel, self.dtype.itemsize, self.group)
 
 
 class Bf16(Compressor):
@@ -91,12 +87,12 @@ class Bf16(Compressor):
     def mean(self, flat: Tensor) -> Tensor:
         rounded = flat.bfloat16()
         sent = rounded.to(flat.dtype, copy=True)
-        all_reduce(rounded, "mean", self.group, pattern=self.pattern)
+        all_reduce(rounded, "mean", self.group)
         flat.copy_(rounded)
         return sent
 
     def traffic(self) -> Traffic:
-        return expected_traffic("all_reduce", self.pattern, self.numel, 2, self.group)
+        return expected_traffic("all_reduce", None, self.numel, 2, self.group)
 
 
 class Int8(Compressor):
@@ -236,7 +232,7 @@ class PowerSGD(Compressor):
         if not tensors:
             return
         together = torch.cat([tensor.flatten() for tensor in tensors])
-        all_reduce(together, "mean", self.group, pattern=self.pattern)
+        all_reduce(together, "mean", self.group)
         for tensor, mean in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(mean.view_as(tensor))
 
@@ -245,7 +241,7 @@ class PowerSGD(Compressor):
         rest = self.numel - sum(rows * columns for rows, columns in thin)
         sizes = [rest + self.columns * sum(rows for rows, _ in thin), self.columns * sum(c for _, c in thin)]
         size = self.dtype.itemsize
-        sent = (expected_traffic("all_reduce", self.pattern, n, size, self.group) for n in sizes if n)
+        sent = (expected_traffic("all_reduce", None, n, size, self.group) for n in sizes if n)
         return sum(sent, Traffic())
 
 

@@ -27,23 +27,21 @@ Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/
 communication hooks for its DistributedDataParallel: `bf16_compress_hook`, `powerSGD_hook`.
 """
 
-import contextlib
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from comm.background import BackgroundThread
 from comm.collectives import Group
 from comm.script import start
-from comm.wire.staging import handover_of
 from data_parallel.train_bucket_overlap import Bucket, BucketArgs, BucketDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
 from low_communication.compressors import COMPRESSORS, Compressor, Float32
 from training.guard import guarded
 from training.run import Run
@@ -59,7 +57,7 @@ class CompressedDataParallel(BucketDataParallel):
     are as long as `is_compressing` is False.
     """
 
-    in_flight: list[Any]  # the thread's futures
+    in_flight: list[Any]  # the thread's work
 
     def __init__(
         self,
@@ -75,12 +73,12 @@ class CompressedDataParallel(BucketDataParallel):
         self.uncompressed: dict[Bucket, Compressor] = {}
         for bucket in self.buckets:
             shapes = [shape_in_memory(view) for view in bucket.views.values()]
-            how = shapes, group, None, bucket.flat.dtype
+            how = shapes, group, bucket.flat.dtype
             self.compressors[bucket] = COMPRESSORS[compress](*how, **options)
             self.uncompressed[bucket] = Float32(*how)
         self.error_feedback, self.is_compressing = error_feedback, True
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compression")
+        self._thread = BackgroundThread("compress")
 
     @property
     def in_use(self) -> dict[Bucket, Compressor]:
@@ -90,32 +88,17 @@ class CompressedDataParallel(BucketDataParallel):
         """Let the thread average the bucket, after those before it, while the backward continues."""
         for parameter in bucket.missing:  # not used on this rank, but other ranks may have
             bucket.move_in(parameter)
-        handover = handover_of([bucket.flat]) or contextlib.nullcontext()
-        self.in_flight.append(self._thread.submit(self._average, bucket, handover, self.in_flight[-1:]))
+        self.in_flight.append(self._thread.run(partial(self._average, bucket), bucket.flat))
 
     @torch.no_grad()
-    def _average(
-        self, bucket: Bucket, handover: contextlib.AbstractContextManager[None], before: list[Any]
-    ) -> None:
+    def _average(self, bucket: Bucket) -> None:
         """Replace the bucket by an approximation of its mean, and keep what this rank has not sent."""
-        for work in before:
-            work.result()  # raises its error: after one, nothing more is sent
-        with handover, span("compress", "compress", bytes=bucket.flat.nbytes):
-            if bucket in self.remaining:
-                bucket.flat += self.remaining[bucket]
-            gradient = bucket.flat.clone()
-            sent = self.in_use[bucket].mean(bucket.flat)
-            if self.error_feedback:
-                self.remaining[bucket] = gradient.sub_(sent)
-
-    def finish_gradient_sync(self) -> None:
-        """Launch the buckets that no hook has launched, and wait for all of them."""
-        while self._to_launch:
-            self._launch(self._to_launch.popleft())
-        with span("wait", "wait"):
-            for work in self.in_flight:
-                work.result()  # raises the thread's error
-        self._expect_gradients()
+        if bucket in self.remaining:
+            bucket.flat += self.remaining[bucket]
+        gradient = bucket.flat.clone()
+        sent = self.in_use[bucket].mean(bucket.flat)
+        if self.error_feedback:
+            self.remaining[bucket] = gradient.sub_(sent)
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step such as the last one."""

@@ -1,21 +1,8 @@
-"""DiLoCo: each rank trains H steps alone, and an outer optimizer takes a step with the ranks' mean change.
+"""Streaming DiLoCo: changes are sent in fragments and in few bits, while the training goes on.
 
-      anchor ──┬── rank 0: H steps of AdamW ──► change ──┐
-               ├── rank 1: H steps of AdamW ──► change ──┼── mean ──► outer step ──► the new anchor, on all
-               └── rank 2: H steps of AdamW ──► change ──┘
-
-The *anchor* is where all ranks began: the parameters after the last synchronisation. What a rank has changed,
-anchor - parameters, plays the part of a gradient. Its mean over the ranks goes into an outer optimizer, SGD
-with Nesterov momentum, which has the same state on all ranks:
-
-      momentum = mu momentum + change
-      anchor   = anchor - outer_lr (change + mu momentum)          with the new momentum
-
-With an outer rate of 1 and no momentum the new anchor is the mean of the parameters: local SGD
-(train_local_sgd.py). The inner optimizer's state stays on its rank and is never sent.
-
-      bytes of a step     2 (n-1)/n P / H        as local SGD; P: bytes of all parameters, n ranks in a ring
-      memory of a rank    2 P more: the anchor and its momentum; with a delay, up to 2 P while P travels
+Anchor, change and outer step are those of train_diloco_plain.py, the first look. There all parameters travel
+in one step of H, and the ranks wait for them. Here three options make that cheaper; without them this is the
+plain DiLoCo.
 
 With `fragments=F` the parameters are divided into F fragments, first layers first. Each is synchronised every
 H steps, but no two in the same step, so F times fewer bytes travel at a time. With `delay=D` the training
@@ -33,53 +20,47 @@ it learns in these D steps. When the new anchor arrives, it takes
 `wire` is the type of the numbers that travel, "float32", "bf16" or "int8", with the bytes of compressors.py
 for each. What the rounding of a change loses is lost. (In train_compressed.py it is sent with the next step.)
 
-Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-https://arxiv.org/abs/2311.08105; fragments and delay are from "Streaming DiLoCo with overlapping
-communication", 2025, https://arxiv.org/abs/2501.18512, where a rank takes a weighted mean of its parameters
-and the new anchor.
+      bytes of a step     2 (n-1)/n P / H        as plain DiLoCo; int8: about a quarter of it
+      memory of a rank    2 P more: the anchor and its momentum; with a delay, up to 2 P while P travels
+
+The last round may be cut short: after the last step the ranks average what they have not averaged yet.
+
+Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, https://arxiv.org/abs/2501.18512,
+where a rank takes a weighted mean of its parameters and the new anchor.
 """
 
 import dataclasses
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from comm.collectives import Group, broadcast
+from comm.background import BackgroundThread, BackgroundWork
+from comm.collectives import Group, broadcast, use_pattern
 from comm.script import start
 from comm.wire.groups import own_group
-from comm.wire.staging import handover_of
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.trace.ledger import BACKGROUND, Traffic
-from lab.trace.timeline import span
 from low_communication.compressors import COMPRESSORS, Compressor
 from low_communication.train_local_sgd import LocalArgs
-from training.arguments import OPTIMIZERS
-from training.old_guard import Guard
-from training.old_run import Run
+from training.guard import guarded
+from training.run import Run
 from training.valid_targets import count_valid
 
 WIRES = ("float32", "bf16", "int8")  # the other compressors need error feedback
 
 
-class Fragment:
-    """Holds some of the parameters, and flat tensors of their size: the anchor, and the outer momentum.
+class AnchoredParameters:
+    """Parameters, and flat tensors of their size: the anchor, and the outer momentum."""
 
-    It is sent in each step t with t mod H = `due`.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], compressor: Compressor, due: int) -> None:
-        self.parameters, self.compressor, self.due = parameters, compressor, due
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
         self.anchor = self.flat()
         self.momentum = torch.zeros_like(self.anchor)
-        # The step in which it was sent, the parameters then, and their change, being averaged.
-        self.in_flight: tuple[int, Tensor, Tensor, Future[None]] | None = None
-        self.last_equal_step = 0  # the last step after which all ranks had the same parameters
 
     def flat(self) -> Tensor:
         """Return a copy of the parameters as they are now."""
@@ -90,16 +71,33 @@ class Fragment:
         for p, values in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
             p.copy_(values.view_as(p))
 
+    def outer_step(self, change: Tensor, outer_lr: float, outer_momentum: float) -> None:
+        """Move the anchor by a step of SGD with Nesterov momentum; `change` is the mean over ranks."""
+        self.momentum.mul_(outer_momentum).add_(change)
+        self.anchor -= outer_lr * (change + outer_momentum * self.momentum)
 
-class DiLoCo(nn.Module):
-    """Wraps a module that every rank of `group` trains alone, and moves it by outer steps.
+
+class Fragment(AnchoredParameters):
+    """Some of the parameters, which are sent in each step t with t mod H = `due`."""
+
+    def __init__(self, parameters: list[nn.Parameter], compressor: Compressor, due: int) -> None:
+        super().__init__(parameters)
+        self.compressor, self.due = compressor, due
+        # The step in which it was sent, the parameters then, and their change, being averaged.
+        self.in_flight: tuple[int, Tensor, Tensor, BackgroundWork] | None = None
+        self.last_equal_step = 0  # the last step after which all ranks had the same parameters
+
+
+@guarded
+class StreamingDiLoCo(nn.Module):
+    """Wraps a module that every rank of `group` trains alone, and moves its fragments by outer steps.
 
     Call `after_step()` after each step of the rank's own optimizer. Each fragment is sent every `sync_every`
     steps, and arrives `delay` steps later. Call `finish()` after the last step: then all ranks have the same
     parameters. With a delay, `group` must be one in which nothing else is sent.
 
     Tied, frozen and unused parameters are supported, as in LocalSGD. Buffers become rank 0's at wrapping, and
-    are not sent again. training/guard.py refuses a module that is changed after wrapping.
+    are not sent again.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class DiLoCo(nn.Module):
         module: nn.Module,
         sync_every: int = 32,
         group: Group = None,
-        pattern: str | None = None,
         fragments: int = 1,
         delay: int = 0,
         wire: str = "float32",
@@ -119,35 +116,29 @@ class DiLoCo(nn.Module):
         self.outer_lr, self.outer_momentum, self.steps = outer_lr, outer_momentum, 0
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         refuse_options(len(trained), sync_every, fragments, delay, wire, outer_lr, outer_momentum, group)
-        self._guard = Guard(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        self.fragments = []
-        for i, parameters in enumerate(parts := divide(trained, fragments)):
-            compressor = COMPRESSORS[wire]([p.shape for p in parameters], group, pattern)
-            due = (i + 1) * sync_every // len(parts) % sync_every
+        self.fragments = list[Fragment]()
+        self.sent = list[Fragment]()  # in the last step
+        for i, parameters in enumerate(divided := divide_in_order(trained, fragments)):
+            compressor = COMPRESSORS[wire]([p.shape for p in parameters], group)
+            due = (i + 1) * sync_every // len(divided) % sync_every
             self.fragments.append(Fragment(parameters, compressor, due))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fragments")
+        self._thread = BackgroundThread("average")
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        self._guard.before_forward()
         return self.module(*inputs, **named_inputs)
 
     @torch.no_grad()
-    def after_step(self) -> Traffic:
-        """Count a step, send the fragment that is due, and receive the one whose delay is over.
-
-        Return what this rank is expected to send for it.
-        """
+    def after_step(self) -> None:
+        """Count a step, send the fragment that is due, and receive the one whose delay is over."""
         self.steps += 1
-        sent = Traffic()
+        self.sent.clear()
         for fragment in self.fragments:
             if self.steps % self.sync_every == fragment.due:
                 self._send(fragment)
-                sent += fragment.compressor.traffic()
             if fragment.in_flight and fragment.in_flight[0] + self.delay == self.steps:
                 self._receive(fragment)
-        return sent
 
     def _send(self, fragment: Fragment) -> None:
         """Start to average the ranks' changes since the anchor, and let the training go on."""
@@ -155,25 +146,18 @@ class DiLoCo(nn.Module):
         change = fragment.anchor - sent_parameters
         fragment.in_flight = self.steps, sent_parameters, change, self._average(fragment, change)
 
-    def _average(self, fragment: Fragment, change: Tensor) -> Future[None]:
+    def _average(self, fragment: Fragment, change: Tensor) -> BackgroundWork:
         """Let the thread replace this rank's change by about the mean over ranks."""
-        handover = handover_of([change]) or nullcontext()
-
-        def average() -> None:
-            with handover:
-                fragment.compressor.mean(change)
-
-        return self._thread.submit(average)
+        self.sent.append(fragment)
+        return self._thread.run(partial(fragment.compressor.mean, change), change)
 
     def _receive(self, fragment: Fragment) -> None:
         """Take the outer step, and move this rank's parameters by as much as they were off the new anchor."""
         assert fragment.in_flight is not None
         sent_step, sent_parameters, change, averaged = fragment.in_flight
         fragment.in_flight = None
-        with span("wait", "wait"):
-            averaged.result()  # from here on `change` is the mean over ranks
-        fragment.momentum.mul_(self.outer_momentum).add_(change)
-        fragment.anchor -= self.outer_lr * (change + self.outer_momentum * fragment.momentum)
+        averaged.wait()  # from here on `change` is the mean over ranks
+        fragment.outer_step(change, self.outer_lr, self.outer_momentum)
         if sent_step == self.steps:
             fragment.set(fragment.anchor)
             fragment.last_equal_step = self.steps
@@ -181,24 +165,24 @@ class DiLoCo(nn.Module):
             fragment.set(fragment.flat() + (fragment.anchor - sent_parameters))
 
     @torch.no_grad()
-    def finish(self) -> Traffic:
+    def finish(self) -> None:
         """Let the ranks end with the same parameters: average those that were trained since they were equal.
 
         This is no outer step: after a part of a round, the momentum of whole rounds would lead too far.
-        Return what this rank is expected to send.
         """
-        sent = Traffic()
         for fragment in self.fragments:
             if fragment.in_flight:
                 self._receive(fragment)
             if fragment.last_equal_step < self.steps:
                 change = fragment.anchor - fragment.flat()
-                self._average(fragment, change).result()
+                self._average(fragment, change).wait()
                 fragment.anchor -= change
                 fragment.set(fragment.anchor)
                 fragment.last_equal_step = self.steps
-                sent += fragment.compressor.traffic()
-        return sent
+
+    def traffic(self) -> Traffic:
+        """Return what a rank sends in a step such as the last one."""
+        return sum((fragment.compressor.traffic() for fragment in self.sent), Traffic())
 
 
 def refuse_options(
@@ -238,8 +222,8 @@ def refuse_options(
             raise WorkbookError(sentence)
 
 
-def divide(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
-    """Divide parameters, in their order, into at most `number` fragments of about equal size.
+def divide_in_order(parameters: list[nn.Parameter], number: int) -> list[list[nn.Parameter]]:
+    """Divide parameters into at most `number` fragments of about equal size.
 
     There can be fewer if a parameter is larger than a fragment.
     """
@@ -253,8 +237,8 @@ def divide(parameters: list[nn.Parameter], number: int) -> list[list[nn.Paramete
 
 
 @dataclasses.dataclass
-class DiLoCoArgs(LocalArgs):
-    """DiLoCo: each rank trains some steps alone, and an outer optimizer takes a step with the mean change."""
+class StreamingArgs(LocalArgs):
+    """Streaming DiLoCo: changes are sent in fragments and in few bits, while the training goes on."""
 
     in_sight: ClassVar[set[str]] = {
         *("steps", "batch_size", "size", "sync_every", "fragments", "delay", "wire_dtype", "outer_lr"),
@@ -275,35 +259,26 @@ class DiLoCoArgs(LocalArgs):
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 
 
-def main(cluster: Cluster, args: DiLoCoArgs) -> None:
+def main(cluster: Cluster, args: StreamingArgs) -> None:
     run = Run(cluster, args, "diloco")
     group = own_group([list(range(cluster.world_size))], BACKGROUND)  # the loss travels in another one
-    model = DiLoCo(
-        run.model(), args.sync_every, group, run.pattern, args.fragments, args.delay, args.wire_dtype,
-        args.outer_lr, args.outer_momentum,
+    use_pattern(args.pattern, group)
+    model = StreamingDiLoCo(
+        run.model(), args.sync_every, group, args.fragments, args.delay, args.wire_dtype, args.outer_lr,
+        args.outer_momentum,
     )  # fmt: skip
-    optimizer_class, options, _ = OPTIMIZERS[args.optimizer]
-    optimizer = optimizer_class(model.parameters(), lr=args.lr, **options)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"):
-                    loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
-                with span("backward", "backward"):
-                    loss.backward()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                sent = model.after_step()
-                is_last = step + 1 == args.steps
-                if is_last:
-                    sent += model.finish()
-                record.loss = run.mean_loss(loss) if is_last else loss  # rank 0's own, until the last step
-            run.expect_traffic(sent, with_loss=is_last)
-            run.evaluate(step, model)
+    optimizer = run.optimizer(model)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+        loss.backward()
+        optimizer.step()
+        model.after_step()
+        if run.current_step == args.steps:
+            model.finish()
+        run.record(loss, traffic=model.traffic())
     run.finish(model, sync_every=args.sync_every, fragments=len(model.fragments))
 
 
 if __name__ == "__main__":
-    start(main, DiLoCoArgs)
+    start(main, StreamingArgs)

@@ -51,7 +51,7 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.models.text import rank_slice
 from lab.trace.meter import Meter
 from lab.units import MAX_SECONDS
-from low_communication.train_diloco import Fragment, refuse_options
+from low_communication.train_diloco import AnchoredParameters, refuse_options
 from training.arguments import Size, given
 from training.data import TrainingData
 from training.report import print_report, replica_digests
@@ -74,7 +74,7 @@ class Worker:
         self.model, self.optimizer = model, optimizer
         self.total_steps, self.sync_every = total_steps, sync_every
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
-        self.all = Fragment(list(model.parameters()), compressor=None, due=0)
+        self.all = AnchoredParameters(list(model.parameters()))
         self.steps, self.rounds = 0, -1  # no anchor yet
         self.loss: Tensor | None = None  # of the last step; None if it has not trained in this round
 
@@ -107,11 +107,10 @@ class Worker:
             self.steps = self.rounds * self.sync_every
             return None
         change, loss = flat[:-2] / workers, flat[-2] / workers
-        if self.steps % self.sync_every:  # a part of a round, at the end: no outer step (see DiLoCo.finish)
+        if self.steps % self.sync_every:  # a part of a round: no outer step (see StreamingDiLoCo.finish)
             self.all.anchor -= change
         else:
-            self.all.momentum.mul_(self.outer_momentum).add_(change)
-            self.all.anchor -= self.outer_lr * (change + self.outer_momentum * self.all.momentum)
+            self.all.outer_step(change, self.outer_lr, self.outer_momentum)
         self.all.set(self.all.anchor)
         self.rounds, self.loss = self.rounds + 1, None
         return loss

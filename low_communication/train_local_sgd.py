@@ -47,52 +47,42 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from lab.trace.ledger import Traffic
-from lab.trace.timeline import span
-from training.arguments import OPTIMIZERS, Args, NotOffered
-from training.old_guard import Guard
-from training.old_run import Run
+from training.arguments import Args, NotOffered
+from training.guard import guarded
+from training.run import Run
 from training.valid_targets import count_valid
 
 
+@guarded
 class LocalSGD(nn.Module):
     """Wraps a module that every rank of `group` trains alone, and averages its parameters every H steps.
 
-    Call `after_step(optimizer)` after each step of the optimizer: it averages when `sync_every` steps are
-    done, and then returns True. `average(optimizer)` averages at once; call it after the last step if that
-    step did not. With `average_state` it also averages what the optimizer keeps, element by element.
+    Call `after_step(optimizer)` after each step of the optimizer. With `average_state` what the optimizer
+    keeps is averaged, too, element by element.
 
     Tied, frozen and unused parameters are supported: the optimizer of a rank that does not use a parameter
-    leaves it as it is. Buffers become rank 0's at wrapping, and are not sent again. training/guard.py refuses
-    a module that is changed after wrapping.
+    leaves it as it is. Buffers become rank 0's at wrapping, and are not sent again.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        sync_every: int,
-        group: Group = None,
-        pattern: str | None = None,
-        average_state: bool = False,
+        self, module: nn.Module, sync_every: int, group: Group = None, average_state: bool = False
     ) -> None:
         super().__init__()
         if sync_every < 1:
             raise WorkbookError(f"sync_every is {sync_every}: it is a number of steps, at least 1.")
-        self.module, self.sync_every, self.group, self.pattern = module, sync_every, group, pattern
-        self.average_state = average_state
-        self.steps = 0  # since the last average
-        self._guard = Guard(module)
+        self.module, self.sync_every, self.group = module, sync_every, group
+        self.average_state, self.steps = average_state, 0  # steps since the last average
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        self._guard.before_forward()
         return self.module(*inputs, **named_inputs)
 
-    def after_step(self, optimizer: Optimizer) -> bool:
-        """Count a step; after every `sync_every` steps average, and return True."""
+    def after_step(self, optimizer: Optimizer, is_last: bool = False) -> bool:
+        """Count a step; after `sync_every` of them, and after the last one, average and return True."""
         self.steps += 1
-        if self.steps < self.sync_every:
+        if self.steps < self.sync_every and not is_last:
             return False
         self.average(optimizer)
         return True
@@ -102,8 +92,7 @@ class LocalSGD(nn.Module):
         """Replace what this rank trains by the mean over ranks, in one all-reduce."""
         tensors = self.averaged(optimizer)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        with span("average", "wait"):
-            all_reduce(flat, "mean", self.group, pattern=self.pattern)
+        all_reduce(flat, "mean", self.group)
         for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(mean.view_as(tensor))
         self.steps = 0
@@ -125,6 +114,12 @@ class LocalSGD(nn.Module):
             )
         kept = [(name, value) for state in states for name, value in state.items()]
         return tensors + [value for name, value in kept if name != "step"]  # each rank counts its own steps
+
+    def traffic(self, optimizer: Optimizer) -> Traffic:
+        """Return what a rank sends when the ranks average."""
+        tensors = self.averaged(optimizer)
+        numel, itemsize = sum(tensor.numel() for tensor in tensors), tensors[0].itemsize
+        return expected_traffic("all_reduce", None, numel, itemsize, self.group)
 
 
 @dataclasses.dataclass
@@ -149,38 +144,18 @@ class LocalSGDArgs(LocalArgs):
     """Average the optimizer's state, too."""
 
 
-def traffic_of_average(model: LocalSGD, optimizer: Optimizer) -> Traffic:
-    """Return what this rank is expected to send when the ranks average."""
-    tensors = model.averaged(optimizer)
-    numel, itemsize = sum(tensor.numel() for tensor in tensors), tensors[0].itemsize
-    return expected_traffic("all_reduce", model.pattern, numel, itemsize, model.group)
-
-
 def main(cluster: Cluster, args: LocalSGDArgs) -> None:
     run = Run(cluster, args, "local_sgd")
-    model = LocalSGD(run.model(), args.sync_every, None, run.pattern, args.average_state)
-    optimizer_class, options, _ = OPTIMIZERS[args.optimizer]
-    optimizer = optimizer_class(model.parameters(), lr=args.lr, **options)
-    with run.checkpointing(model, optimizer) as first:
-        for step in range(first, args.steps):
-            x, y = run.batch(step)
-            with run.step() as record:
-                optimizer.zero_grad()
-                with span("forward", "forward"):
-                    loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
-                with span("backward", "backward"):
-                    loss.backward()
-                with span("step", "optimizer"):
-                    optimizer.step()
-                averaged = model.after_step(optimizer)
-                if step + 1 == args.steps and not averaged:
-                    model.average(optimizer)
-                    averaged = True
-                record.loss = run.mean_loss(loss) if averaged else loss  # rank 0's own, between two averages
-            sent = traffic_of_average(model, optimizer) if averaged else Traffic()
-            run.expect_traffic(sent, with_loss=averaged)
-            run.evaluate(step, model)
-    run.finish(model, sync_every=args.sync_every)
+    model = LocalSGD(run.model(), args.sync_every, average_state=args.average_state)
+    optimizer = run.optimizer(model)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+        loss.backward()
+        optimizer.step()
+        model.after_step(optimizer, is_last=run.current_step == args.steps)
+        run.record(loss)
+    run.finish(model, traffic=model.traffic(optimizer), sync_every=args.sync_every)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.observer import observe_module, observe_optimizer
 from training import guard
-from training.arguments import TrainArgs, given
+from training.arguments import OPTIMIZERS, TrainArgs, given
 from training.calibrate import measure_all_reduce, measure_flops
 from training.data import TrainingData, seed_step
 from training.evaluation import evaluating, held_out_means, sums_of
@@ -142,10 +142,11 @@ class Run:
         return gpt if self._tick is None else metronome_of(gpt, self._tick)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return AdamW; under the metronome an optimizer that takes no time."""
+        """Return the optimizer of --optimizer, or AdamW; under the metronome one that takes no time."""
         if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
-        return torch.optim.AdamW(model.parameters(), lr=self._args.lr, fused=True)
+        optimizer_class, options, _ = OPTIMIZERS[self._args.optimizer]
+        return optimizer_class(model.parameters(), lr=self._args.lr, **options)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's slice (x, y) of the global batch, which is a pure function of seed and step."""

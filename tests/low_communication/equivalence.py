@@ -76,6 +76,47 @@ class Workers:
                     named[name].copy_(mean)
 
 
+class OuterSteps:
+    """What DiLoCo's ranks must do, told of n workers in one process, parameter by parameter.
+
+    `fragments` are names of parameters; plain DiLoCo has one fragment, and no delay.
+    """
+
+    def __init__(self, workers: Workers, fragments: list[list[str]], h: int, delay: int = 0, mu: float = 0.9):
+        self.workers, self.h, self.delay = workers, h, delay
+        self.fragments = fragments
+        self.anchors = {name: nn.Parameter(workers.mean(name)) for name in workers.trained}
+        self.outer = torch.optim.SGD(self.anchors.values(), lr=0.7, momentum=mu, nesterov=mu > 0)
+        self.travelling: list[tuple[int, dict[str, list[Tensor]]]] = []
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        step = self.workers.steps
+        for i, names in enumerate(self.fragments):
+            if step % self.h == (i + 1) * self.h // len(self.fragments) % self.h:
+                sent = {name: [one[name].clone() for one in self.workers.named] for name in names}
+                self.travelling.append((step + self.delay, sent))
+        for arrival in [one for one in self.travelling if one[0] == step]:
+            self._arrive(arrival)
+
+    def _arrive(self, arrival: tuple[int, dict[str, list[Tensor]]]) -> None:
+        self.travelling.remove(arrival)
+        sent = arrival[1]
+        self.outer.zero_grad()
+        for name, of_workers in sent.items():
+            self.anchors[name].grad = torch.stack([self.anchors[name] - one for one in of_workers]).mean(0)
+        self.outer.step()
+        for name, of_workers in sent.items():
+            for one, named in zip(of_workers, self.workers.named, strict=True):
+                named[name] += self.anchors[name] - one
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        while self.travelling:
+            self._arrive(self.travelling[0])
+        self.workers.average()
+
+
 def train_step(
     cluster: Cluster, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
 ) -> None:

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from comm.exchange import exchange
-from data_parallel.train_bucket_overlap import traffic_per_step as uncompressed
+from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, state_digest
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -21,7 +21,7 @@ from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.compressors import BLOCK, COMPRESSORS, Int8, PowerSGD, TopK
-from low_communication.train_compressed import CompressedDataParallel, traffic_per_step
+from low_communication.train_compressed import CompressedDataParallel
 
 SHAPES = [(40, 30), (7,), (), (90, 12, 3), (2, 3)]  # two are worth two thin matrices
 NUMEL = 40 * 30 + 7 + 1 + 90 * 36 + 6
@@ -39,7 +39,7 @@ def test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_fo
         for name, compress in COMPRESSORS.items():
             for dtype, near in CLOSE.items():
                 what = f"{name}, {dtype}"
-                compressor = compress(SHAPES, None, "ring", dtype)
+                compressor = compress(SHAPES, None, dtype)
                 for step in range(2):
                     flat = values(3 * step + cluster.rank, dtype)
                     own = flat.to(torch.float64, copy=True)
@@ -171,8 +171,8 @@ def test_the_share_of_bytes_that_is_sent_of_a_gpt():
     def shares(cluster: Cluster) -> list[float]:
         found = []
         for name in ("bf16", "int8", "powersgd"):
-            model = CompressedDataParallel(GPT(GPTConfig.named("8layers")), name, pattern="ring")
-            found.append(traffic_per_step(model).bytes_sent / uncompressed(model, "ring").bytes_sent)
+            model = CompressedDataParallel(GPT(GPTConfig.named("8layers")), name)
+            found.append(model.traffic().bytes_sent / BucketDataParallel.traffic(model).bytes_sent)
         return found
 
     bf16, int8, powersgd = run_ranks(shares, 2)[0]

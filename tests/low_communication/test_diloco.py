@@ -1,71 +1,30 @@
-"""Test that DiLoCo's ranks equal workers in one process, whose outer optimizer is torch's SGD."""
+"""Test that streaming DiLoCo's ranks equal workers in one process, whose outer optimizer is torch's SGD."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lab.check import assert_same, parameters
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
-from low_communication.train_diloco import DiLoCo, divide
-from low_communication.train_local_sgd import LocalSGD
+from low_communication.train_diloco import StreamingDiLoCo, divide_in_order
 from tests.data_parallel.equivalence import Odd, gpt
 from tests.low_communication.equivalence import (
+    OuterSteps,
     Task,
     Workers,
     adamw,
     assert_equals,
     assert_replicas_equal,
     everyone,
-    momentum,
     payload,
     train_step,
 )
-
-
-class OuterSteps:
-    """What DiLoCo's ranks must do, told of n workers in one process, parameter by parameter."""
-
-    def __init__(
-        self, workers: Workers, fragments: list[list[str]], h: int, delay: int, lr: float, mu: float
-    ):
-        self.workers, self.h, self.delay = workers, h, delay
-        self.fragments = fragments
-        self.anchors = {name: nn.Parameter(workers.mean(name)) for name in workers.trained}
-        self.outer = torch.optim.SGD(self.anchors.values(), lr=lr, momentum=mu, nesterov=mu > 0)
-        self.travelling: list[tuple[int, dict[str, list[Tensor]]]] = []
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        step = self.workers.steps
-        for i, names in enumerate(self.fragments):
-            if step % self.h == (i + 1) * self.h // len(self.fragments) % self.h:
-                sent = {name: [one[name].clone() for one in self.workers.named] for name in names}
-                self.travelling.append((step + self.delay, sent))
-        for arrival in [one for one in self.travelling if one[0] == step]:
-            self._arrive(arrival)
-
-    def _arrive(self, arrival: tuple[int, dict[str, list[Tensor]]]) -> None:
-        self.travelling.remove(arrival)
-        sent = arrival[1]
-        self.outer.zero_grad()
-        for name, of_workers in sent.items():
-            self.anchors[name].grad = torch.stack([self.anchors[name] - one for one in of_workers]).mean(0)
-        self.outer.step()
-        for name, of_workers in sent.items():
-            for one, named in zip(of_workers, self.workers.named, strict=True):
-                named[name] += self.anchors[name] - one
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        while self.travelling:
-            self._arrive(self.travelling[0])
-        self.workers.average()
 
 
 def compare(
@@ -74,11 +33,12 @@ def compare(
     what = f"{name}, {cluster.world_size} ranks, H {h}, {fragments} fragments, delay {delay}"
     task = Task(name, cluster.world_size)
     workers = Workers(task, adamw)
-    model = DiLoCo(task.make(cluster.rank), h, everyone(cluster), "ring", fragments, delay, outer_momentum=mu)
+    module = task.make(cluster.rank)
+    model = StreamingDiLoCo(module, h, everyone(cluster), fragments, delay, outer_momentum=mu)
     name_of = {parameter: name for name, parameter in model.module.named_parameters()}
     names = [[name_of[p] for p in fragment.parameters] for fragment in model.fragments]
     assert [name for part in names for name in part] == workers.trained
-    outer, optimizer = OuterSteps(workers, names, h, delay, 0.7, mu), adamw(model.parameters())
+    outer, optimizer = OuterSteps(workers, names, h, delay, mu), adamw(model.parameters())
     for step in range(steps):
         workers.step()
         outer.after_step()
@@ -89,7 +49,9 @@ def compare(
     model.finish()
     assert_equals(cluster, model, workers, f"{what}, at the end")
     assert_replicas_equal(cluster, model, what)
-    assert model.finish() == Traffic(), "all ranks have the same parameters already"
+    before = LEDGER.total()
+    model.finish()
+    assert LEDGER.total() == before, "all ranks have the same parameters already"
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])  # the next test has two
@@ -118,7 +80,7 @@ def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks():
 
     def work(cluster: Cluster) -> None:
         layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model = DiLoCo(layers, 2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+        model = StreamingDiLoCo(layers, 2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
         for _ in range(2):
             for i, layer in enumerate(layers):
                 nn.init.constant_(layer.weight, 10.0 * i + cluster.rank)
@@ -131,32 +93,13 @@ def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks():
     run_ranks(work, 2)
 
 
-def test_an_outer_rate_of_1_without_momentum_is_local_sgd():
-    def work(cluster: Cluster) -> None:
-        task = Task("gpt", 3)
-        local = LocalSGD(task.make(0), 3)
-        diloco = DiLoCo(task.make(0), 3, outer_lr=1.0, outer_momentum=0.0)
-        optimizers = [momentum(model.parameters()) for model in (local, diloco)]
-        for step in range(7):
-            for model, optimizer in zip((local, diloco), optimizers, strict=True):
-                train_step(cluster, task, model, optimizer, step)
-            local.after_step(optimizers[0])
-            diloco.after_step()
-            assert_same(parameters(diloco), parameters(local), what=f"parameter, step {step},")
-        local.average(optimizers[0])
-        diloco.finish()
-        assert_same(parameters(diloco), parameters(local), what="parameter at the end")
-
-    run_ranks(work, 3)
-
-
 def test_what_is_sent_is_rounded_and_no_more():
     """bf16 rounds a change by 1/256 of it at most, and each sum of a ring again; int8 by 1/254, twice."""
 
     def work(cluster: Cluster, wire: str) -> None:
         task, n = Task("gpt", 3), 3
         workers = Workers(task, adamw)
-        model = DiLoCo(task.make(cluster.rank), 2, fragments=1, wire=wire, outer_lr=1.0, outer_momentum=0.0)
+        model = StreamingDiLoCo(task.make(cluster.rank), 2, wire=wire, outer_lr=1.0, outer_momentum=0.0)
         optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
         for step in range(2):
             workers.step()
@@ -178,11 +121,13 @@ def test_what_is_sent_is_rounded_and_no_more():
 def test_it_sends_the_bytes_of_each_fragment_once_in_h_steps():
     def send(cluster: Cluster, steps: int, **options: Any) -> int:
         layers = nn.Sequential(*(nn.Linear(5, 6, bias=False) for _ in range(4)))  # 120 numbers
-        model = DiLoCo(layers, group=everyone(cluster), pattern="ring", **options)
+        model = StreamingDiLoCo(layers, group=everyone(cluster), **options)
         start, before, expected = LEDGER.total(), payload(), Traffic()
-        for _ in range(steps):
-            expected += model.after_step()
-        expected += model.finish()
+        for step in range(steps):
+            model.after_step()
+            if step == steps - 1:
+                model.finish()
+            expected += model.traffic()
         assert expected == LEDGER.total() - start, options
         return payload() - before
 
@@ -203,11 +148,11 @@ def test_it_sends_the_bytes_of_each_fragment_once_in_h_steps():
 def test_fragments_are_about_equal_and_have_each_parameter_once_in_order():
     trained = list(gpt(0).parameters())
     for number in (1, 2, 3, 5):
-        fragments = divide(trained, number)
+        fragments = divide_in_order(trained, number)
         assert len(fragments) <= number
         assert all(a is b for a, b in zip(itertools.chain(*fragments), trained, strict=True))
     equal = [nn.Parameter(torch.zeros(3)) for _ in range(6)]
-    assert [len(fragment) for fragment in divide(equal, 3)] == [2, 2, 2]
+    assert [len(fragment) for fragment in divide_in_order(equal, 3)] == [2, 2, 2]
 
 
 def test_options_that_do_not_fit_are_refused_in_a_sentence():
@@ -226,6 +171,6 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence():
             ({"outer_momentum": 1.0}, "^outer_momentum is 1.0: it is a number from 0, and less than 1.$"),
         ):
             with pytest.raises(WorkbookError, match=sentence):
-                DiLoCo(Odd(0), **{"sync_every": 2, **options})
+                StreamingDiLoCo(Odd(0), **{"sync_every": 2, **options})
 
     run_ranks(work, 1)

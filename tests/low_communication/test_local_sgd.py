@@ -12,8 +12,8 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from lab.trace.ledger import LEDGER, Traffic
-from low_communication.train_local_sgd import LocalSGD, traffic_of_average
+from lab.trace.ledger import LEDGER
+from low_communication.train_local_sgd import LocalSGD
 from tests.data_parallel.equivalence import Odd, assert_same_start, in_pairs
 from tests.low_communication.equivalence import (
     Task,
@@ -165,7 +165,7 @@ def test_it_sends_a_rings_bytes_once_in_h_steps():
     def work(cluster: Cluster) -> None:
         n = cluster.world_size
         for h, steps, make_optimizer, copies in ((1, 3, sgd, 1), (3, 7, momentum, 2), (4, 8, adamw, 3)):
-            model = LocalSGD(nn.Linear(5, 6), h, pattern="ring", average_state=True)  # 36 numbers
+            model = LocalSGD(nn.Linear(5, 6), h, average_state=True)  # 36 numbers
             optimizer, rounds = make_optimizer(model.parameters()), 0
             start, before = LEDGER.total(), payload()
             for _ in range(steps):
@@ -173,7 +173,7 @@ def test_it_sends_a_rings_bytes_once_in_h_steps():
                 optimizer.step()
                 rounds += model.after_step(optimizer)
             assert payload() - before == steps // h * 2 * (n - 1) * copies * 36 * 4 // n
-            assert LEDGER.total() - start == sum([traffic_of_average(model, optimizer)] * rounds, Traffic())
+            assert LEDGER.total() - start == model.traffic(optimizer) * rounds
 
     run_ranks(work, 3)
 

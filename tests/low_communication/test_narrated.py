@@ -11,7 +11,8 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.train_compressed import CompressedDataParallel
-from low_communication.train_diloco import DiLoCo
+from low_communication.train_diloco import StreamingDiLoCo
+from low_communication.train_diloco_plain import DiLoCo
 from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
 from low_communication.train_local_sgd import LocalSGD
 from tests.low_communication.equivalence import everyone
@@ -71,16 +72,30 @@ def test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient():
         # Two steps lead rank 0 to 0 and rank 1 to 3.75, as above. Their mean change, 1.875, becomes the first
         # momentum. With Nesterov's momentum of 0.9 and an outer rate of 0.7 the outer step is
         # 0.7 (1.875 + 0.9 * 1.875) = 2.49375, so it goes farther than the mean.
-        model = DiLoCo(Parabola(cluster.rank), sync_every=2)
+        model = DiLoCo(Parabola(cluster.rank))
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 4)
         for _ in range(2):
             step(model, optimizer)
-            model.after_step()
+        model.outer_step()
         assert model.module.w.item() == pytest.approx(2.49375)
 
-        # With a delay of one step the ranks train on while their changes travel: rank 1 to 3.9375. Then each
-        # takes the new anchor, and adds what it has learned since it sent: 0, and 0.1875.
-        model = DiLoCo(Parabola(cluster.rank), sync_every=2, group=everyone(cluster), delay=1)
+        # From there two steps lead rank 0 back to 1.402734375, and rank 1 on to 3.905859375, on average by
+        # 0.160546875. The momentum keeps 0.9 of the first change, 1.6875, so it is 1.848046875 now, and the
+        # outer step is 0.7 (0.160546875 + 0.9 * 1.848046875) = 1.27665234375.
+        for _ in range(2):
+            step(model, optimizer)
+        model.outer_step()
+        assert model.module.w.item() == pytest.approx(2.49375 + 1.27665234375)
+
+    run_ranks(work, 2)
+
+
+def test_with_a_delay_ranks_train_on_while_their_changes_travel():
+    def work(cluster: Cluster) -> None:
+        # Two steps lead rank 0 to 0 and rank 1 to 3.75, and the outer step to 2.49375, as above. With a delay
+        # of one step the ranks train on while their changes travel: rank 1 to 3.9375. Then each takes the new
+        # anchor, and adds what it has learned since it sent: 0, and 0.1875.
+        model = StreamingDiLoCo(Parabola(cluster.rank), sync_every=2, group=everyone(cluster), delay=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 4)
         for expected in ([0, 3], [0, 3.75], [0, 3.9375]):
             assert step(model, optimizer) == expected[cluster.rank]

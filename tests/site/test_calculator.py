@@ -19,7 +19,7 @@ from lab.cluster import Cluster
 from lab.models.model import GPT, SIZES, FeedForward, GPTConfig
 from lab.ranks import run_ranks
 from low_communication.compressors import COMPRESSORS
-from low_communication.train_local_sgd import LocalSGD, traffic_of_average
+from low_communication.train_local_sgd import LocalSGD
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import SCHEDULES, stages_per_rank
 from tests.browser import Browser
@@ -287,9 +287,9 @@ def tiny_traffic(cluster: Cluster) -> dict[str, float]:
     gpt = GPT(GPTConfig.named("tiny"))
     shapes = [parameter.shape for parameter in gpt.parameters()]
     names = ("bf16", "int8", "topk", "powersgd")
-    sent = {name: COMPRESSORS[name](shapes, None, "ring").traffic().bytes_sent for name in names}
+    sent = {name: COMPRESSORS[name](shapes).traffic().bytes_sent for name in names}
     optimizer = torch.optim.SGD(gpt.parameters())
-    average = traffic_of_average(LocalSGD(gpt, 32, pattern="ring"), optimizer)
+    average = LocalSGD(gpt, 32).traffic(optimizer)
     return {**sent, "localSgd": average.bytes_sent / 32}
 
 
