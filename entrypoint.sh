@@ -37,7 +37,8 @@ context_ring                           context_parallel/train_ring_attention.py 
 context_all_to_all                     context_parallel/train_all_to_all_attention.py  a sequence is cut everywhere but in attention, where the heads are cut: an all-to-all on each side
 expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks
 local_sgd                              low_communication/train_local_sgd.py            each rank trains some steps alone, and then the ranks average their parameters
-diloco                                 low_communication/train_diloco.py               each rank trains some steps alone, and an outer optimizer takes a step with the mean change
+diloco_plain                           low_communication/train_diloco_plain.py         each rank trains some steps alone, and an outer optimizer takes a step with the mean change
+diloco                                 low_communication/train_diloco.py               streaming DiLoCo: the change in fragments, in few bits, while the training goes on
 diloco_elastic                         low_communication/train_elastic_diloco.py       DiLoCo with ranks that die and come back: each synchronisation takes the mean over those who are there
 data_parallel_compressed               low_communication/train_compressed.py           buckets of gradients that are compressed: fewer bits, fewer numbers, or thin matrices
 hsdp                                   low_communication/train_hsdp.py                 shards within a machine, and a replica on each machine

@@ -49,8 +49,10 @@ ORDER = tuple(_FIRST)
 _FIRST_IN_A_FILE = {  # in place of the lesson's
     "low_communication.train_local_sgd": "List what a rank has (parameters, state, counters), and say of "
     "each who may change it at an average.",
-    "low_communication.train_diloco": "With 2 ranks, one weight and H = 1, compute two rounds on paper: the "
-    "change, its mean, the momentum and the anchor.",
+    "low_communication.train_diloco_plain": "With 2 ranks, one weight and H = 1, compute two rounds on "
+    "paper: the change, its mean, the momentum and the anchor.",
+    "low_communication.train_diloco": "With 2 ranks, two weights, H = 2 and a delay of 1, compute two rounds "
+    "on paper: what is sent when, its mean, the anchor, and what each rank has then.",
     "low_communication.compressors": "Give each of 2 ranks a few numbers of its own, and write down what a "
     "rank sends, and what each has when all has arrived.",
     "low_communication.train_hsdp": "With 4 ranks on 2 machines, write down which ranks talk to each other, "

@@ -126,7 +126,7 @@ class HybridParallel(nn.Module):
 
     def _replicate(self, optimizer_class: OptimizerClass, options: dict[str, Any]) -> None:
         """Keep the replicas equal: by averaged gradients, or by a stage of ZeRO."""
-        group, pattern, zero = self.mesh.replicas, self.pattern, self.sizes.zero
+        group, zero = self.mesh.replicas, self.sizes.zero
         self.data: Any
         if zero in (1, 2):
             sharded = ZeroOptimizer if zero == 1 else ZeroGradientOptimizer

@@ -36,6 +36,9 @@ FILES: dict[str, tuple[str, ...]] = {
     "pipeline_model_parallel": ("pipeline_parallel/train_model_parallel.py",),
     "pipeline_afab": ("pipeline_parallel/train_afab.py",),
     "pipeline_1f1b_by_hand": ("pipeline_parallel/train_1f1b_by_hand.py",),
+    "local_sgd": ("low_communication/train_local_sgd.py",),
+    "diloco_plain": ("low_communication/train_diloco_plain.py",),
+    "diloco": ("low_communication/train_diloco.py",),
 }
 """The files of each RUN_MODE's concept."""
 
@@ -53,9 +56,10 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("zero1_textbook", "zero1", "zero2", "zero3"),
     ("tensor_parallel", "sequence_parallel"),
     ("model_parallel", "afab", "1f1b_by_hand"),
+    ("local_sgd", "diloco_plain", "diloco"),
 )
 FLAG = "sequence_parallel"
-BESIDE = ("main", "traffic")  # a lesson's functions that are not its concept
+BESIDE = ("main", "traffic")  # functions and methods that are not the concept
 
 Line = tuple[str, str]
 """A sign, which is " ", "-", "+", "@" for the title of a part or "#" for a remark, and a text."""
@@ -130,7 +134,7 @@ def parts_of(source: str) -> tuple[str, dict[str, str]]:
     for node in nodes:
         if node.name in bases:  # what supports the lesson's class
             continue
-        inner = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        inner = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name not in BESIDE]
         methods = inner if isinstance(node, ast.ClassDef) else []
         head_end = first_line(methods[0]) - 1 if methods else node.end_lineno
         parts[node.name] = "\n".join(lines[first_line(node) - 1 : head_end]).rstrip()

@@ -38,7 +38,8 @@ NEXT = {
     "context_ring": "RUN_MODE=context_all_to_all sends the heads instead of keys and values.",
     "context_all_to_all": "RUN_MODE=context_ring works with more ranks than heads.",
     "expert_parallel": "ARGS='--balance bias' balances the experts without a loss.",
-    "local_sgd": "RUN_MODE=diloco gives the ranks' mean change to an outer optimizer.",
+    "local_sgd": "RUN_MODE=diloco_plain gives the ranks' mean change to an outer optimizer.",
+    "diloco_plain": "RUN_MODE=diloco can send it in fragments, and in few bits, while the training goes on.",
     "diloco_elastic": "RUN_MODE=hybrid_elastic synchronises in each step, so the others have to repeat one.",
     "diloco": "ARGS='--fragments 4 --delay 2' sends a part at a time, while the training goes on.",
     "data_parallel_compressed": "MODES='buckets data_parallel_compressed' ARGS='--link 200mbit --steps 20' "

@@ -4,7 +4,7 @@ from exercises.catalog.exercise import Exercise
 
 NARRATED = "tests/low_communication/test_narrated.py::"
 LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
-DILOCO = "tests/low_communication/test_diloco.py::"
+PLAIN = "tests/low_communication/test_diloco_plain.py::"
 COMPRESSORS = "tests/low_communication/test_compressors.py::"
 BEHAVIOUR = "tests/low_communication/test_behaviour.py::"
 HSDP = "tests/low_communication/test_hsdp.py::"
@@ -37,7 +37,7 @@ EXERCISES = (
             "self.averaged(optimizer) -> list[Tensor]\n    The tensors to average: parameters, and what the "
             "user wants of the optimizer's state.",
             "self.steps: int\n    The steps since the last average.",
-            "self.group: Group, self.pattern: str | None\n    They are passed on to all_reduce.",
+            "self.group: Group\n    It is passed on to all_reduce.",
         ),
         hints=(
             "The ranks must hold equal parameters after an average. What else belongs to one rank, and stays "
@@ -53,47 +53,37 @@ EXERCISES = (
         name="outer_step",
         title="A change of parameters as a gradient",
         notebook="13_sending_less",
-        target="low_communication.train_diloco.DiLoCo._receive",
+        target="low_communication.train_diloco_plain.DiLoCo.outer_step",
         tests=(
             NARRATED + "test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient",
-            DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
-            DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
-            DILOCO + "test_it_sends_the_bytes_of_each_fragment_once_in_h_steps",
-            DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
+            PLAIN + "test_the_mean_is_over_the_ranks_of_a_group",
+            PLAIN + "test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing",
+            PLAIN + "test_outer_steps_equal_workers_in_one_process",
         ),
-        difficulty=3,
-        minutes=25,
+        difficulty=2,
+        minutes=20,
         needs=("local_sgd_average",),
         doc="""
-            Wait for the mean change, move the anchor by an outer step, and let the parameters follow.
+            Let the outer optimizer take a step with the ranks' mean change, and go on from where it leads.
 
-            A rank's change is anchor - parameters, when it sent them. The outer optimizer takes the mean
-            change for a gradient: it is SGD with Nesterov momentum, as in torch.optim.SGD. The parameters
-            move by as much as the new anchor is off those that this rank sent, so that it keeps what it has
-            learned since then. If it has sent them in this step, all ranks have the same parameters now:
-            make them bitwise equal, and let the fragment note the step. Afterwards it is not in flight.
+            A rank's change is anchor - parameters. The outer optimizer trains the anchor, and takes the mean
+            change over the ranks for its gradient. Afterwards all ranks have the new anchor as parameters.
         """,
         helps=(
-            "fragment.in_flight: tuple[int, Tensor, Tensor, Future] | None\n    The step in which the "
-            "fragment was sent, the parameters then, this rank's change, and a future.\n    After its "
-            "result() the change is the mean over the ranks.",
-            "fragment.anchor: Tensor, fragment.momentum: Tensor\n    Flat: where the last outer step led, "
-            "and the outer optimizer's momentum.",
-            "fragment.flat() -> Tensor, fragment.set(flat)\n    A flat copy of the parameters as they are "
-            "now; give them other values.",
-            "fragment.last_equal_step: int\n    The last step after which all ranks had the same parameters.",
-            "self.outer_lr: float, self.outer_momentum: float, self.steps: int\n    `steps` is the number of "
-            "this step.",
+            "self.anchor: Tensor\n    Flat: the parameters after the last outer step.",
+            "self.outer: torch.optim.SGD\n    The outer optimizer; it has one parameter, self.anchor.",
+            "self.flat() -> Tensor\n    A flat copy of the parameters as they are now.",
+            "self.trained: list[Parameter]\n    The parameters, in the order of the flat tensor.",
+            "self.group: Group\n    It is passed on to all_reduce.",
         ),
         hints=(
-            "Two ranks began at an anchor of 5, and sent 4 and 3. What is the mean change, and in which "
-            "direction must the anchor go? With outer_lr 1 and no momentum, what should it become?",
-            "Nesterov: momentum = mu * momentum + change, and then anchor -= lr * (change + mu * momentum), "
-            "with the new momentum. Change the two tensors of the fragment in place.",
-            "Unpack in_flight, set it to None, and call result() of the future. After the outer step: if it "
-            "was sent in self.steps, fragment.set(fragment.anchor) and "
-            "fragment.last_equal_step = self.steps; else "
-            "fragment.set(fragment.flat() + (fragment.anchor - the parameters then)).",
+            "Two ranks began at an anchor of 5, and are at 4 and 3. What is the mean change, and in which "
+            "direction must the anchor go? With a rate of 1 and no momentum, where should it end?",
+            "An optimizer reads the gradient of its parameter from `.grad`. So the mean change goes there, "
+            "before self.outer.step(), which moves the anchor in place.",
+            "self.anchor.split([numbers of elements]) has the new values, one tensor for each of "
+            "self.trained, and parameter.copy_(values.view_as(parameter)) writes them. Parameters change "
+            "without autograd: torch.no_grad().",
         ),
     ),
     Exercise(
@@ -179,7 +169,7 @@ EXERCISES = (
         tests=(
             BEHAVIOUR + "test_what_a_step_has_not_sent_is_sent_later",
             BEHAVIOUR + "test_microbatches_add_up_before_they_are_compressed",
-            BEHAVIOUR + "test_a_step_sends_few_bytes_and_no_sync_none",
+            BEHAVIOUR + "test_a_step_sends_few_bytes_and_earlier_microbatches_none",
             BEHAVIOUR + "test_compressed_gradients_are_averaged_over_the_ranks_of_their_group_only",
             BEHAVIOUR + "test_without_compression_odd_models_have_the_gradients_of_one_process",
         ),
@@ -207,8 +197,8 @@ EXERCISES = (
                 All ranks of `group` begin with the parameters and buffers of its first rank.
                 `finish_gradient_sync()`, after the last backward of a step, gives each parameter about the
                 mean over the ranks of `group`; a parameter that this rank has not used counts as zero, and
-                frozen ones have no gradient. Backwards before the last one run inside
-                `with model.no_sync()`, which sends nothing, and their gradients add up.
+                frozen ones have no gradient. In backwards before the last one of a step
+                `require_backward_grad_sync` is False: they send nothing, and their gradients add up.
 
                 What a rank has not sent in a step is not lost:
 
@@ -218,13 +208,12 @@ EXERCISES = (
                 when they are sent, is up to you.
                 """
 
+                require_backward_grad_sync = True
+
                 def __init__(self, module, compress="int8", group=None, **options):
                     raise NotImplementedError
 
                 def forward(self, *inputs, **named_inputs):
-                    raise NotImplementedError
-
-                def no_sync(self):
                     raise NotImplementedError
 
                 def finish_gradient_sync(self):

@@ -4,6 +4,7 @@ from exercises.mutants import mutant
 
 LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
 DILOCO = "tests/low_communication/test_diloco.py::"
+PLAIN = "tests/low_communication/test_diloco_plain.py::"
 COMPRESSED = "tests/low_communication/test_compressed.py::"
 COMPRESSORS = "tests/low_communication/test_compressors.py::"
 IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained"
@@ -88,19 +89,28 @@ mutant(
 mutant(
     "diloco_sign_of_the_change",
     "The loss rises: the ranks' change has the other sign, so the outer optimizer goes back.",
-    target="low_communication.train_diloco.DiLoCo._send",
-    changes={"change = fragment.anchor - sent_parameters": "change = sent_parameters - fragment.anchor"},
-    killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+    target="low_communication.train_diloco_plain.DiLoCo.outer_step",
+    changes={"change = self.anchor - self.flat()": "change = self.flat() - self.anchor"},
+    killer=PLAIN + "test_an_outer_rate_of_1_without_momentum_is_local_sgd",
+)
+
+mutant(
+    "diloco_sum_of_the_changes",
+    "The more ranks there are, the farther an outer step goes: it takes the sum of the ranks' changes.",
+    target="low_communication.train_diloco_plain.DiLoCo.outer_step",
+    changes={'all_reduce(change, "mean", self.group)': 'all_reduce(change, "sum", self.group)'},
+    killer=PLAIN + "test_the_mean_is_over_the_ranks_of_a_group",
+    symptom="With several ranks the loss rises after each outer step, and on one rank it falls.",
 )
 
 mutant(
     "diloco_momentum_on_one_rank",
     "The replicas are not equal after the last step: only rank 0 keeps the outer momentum.",
-    target="low_communication.train_diloco.DiLoCo._receive",
+    target="low_communication.train_diloco.AnchoredParameters.outer_step",
     changes={
-        "fragment.momentum.mul_(self.outer_momentum).add_(change)": (
-            "kept = self.outer_momentum if torch.distributed.get_rank() == 0 else 0.0\n"
-            "fragment.momentum.mul_(kept).add_(change)"
+        "self.momentum.mul_(outer_momentum).add_(change)": (
+            "kept = outer_momentum if torch.distributed.get_rank() == 0 else 0.0\n"
+            "self.momentum.mul_(kept).add_(change)"
         ),
     },
     killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
@@ -109,7 +119,7 @@ mutant(
 mutant(
     "diloco_fragments_in_another_order",
     "Parameters are averaged with other parameters: each rank begins its round with another fragment.",
-    target="low_communication.train_diloco.DiLoCo.__init__",
+    target="low_communication.train_diloco.StreamingDiLoCo.__init__",
     changes={"due = (i + 1) * sync_every": "due = (i + 1 + torch.distributed.get_rank(group)) * sync_every"},
     killer=DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
     symptom="With fragments the ranks stop, because their messages have different sizes. With fragments of "
@@ -119,7 +129,7 @@ mutant(
 mutant(
     "diloco_learned_meanwhile_lost",
     "With a delay the loss falls more slowly: the new anchor replaces what was learned while it travelled.",
-    target="low_communication.train_diloco.DiLoCo._receive",
+    target="low_communication.train_diloco.StreamingDiLoCo._receive",
     changes={"fragment.flat() + (fragment.anchor - sent_parameters)": "fragment.anchor"},
     killer=DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
     symptom="The longer the delay is, the more slowly the loss falls.",

@@ -21,8 +21,8 @@ LONG = {"comm": ["--mb", "1", "--repeats", "1000"], "point_to_point": []}
 LONG |= {"train": ["--steps", "100000"]}
 LONG |= {mode: ["--steps", "100000", "--patience", "1"] for mode in ("hybrid_elastic", "hybrid_elastic_mesh")}
 LONG |= {"diloco_elastic": ["--steps", "100000", "--patience", "1", "--sync-every", "2"]}
-# These notice it only when they synchronise.
-LONG |= {mode: ["--steps", "100000", "--sync-every", "2"] for mode in ("local_sgd", "diloco")}
+ALONE = ("local_sgd", "diloco_plain", "diloco")  # they notice it only when they synchronise
+LONG |= {mode: ["--steps", "100000", "--sync-every", "2"] for mode in ALONE}
 SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank 1 has not answered within"
 
 
@@ -47,7 +47,7 @@ def stop_rank_1(cluster: Cluster, mode: str) -> None:
     ring.__name__ = ring_non_blocking.__name__
     main, arguments = start_of(mode)
     os.environ["OP_TIMEOUT"] = str(OP_TIMEOUT)
-    if mode in LONG and mode not in ("point_to_point", "local_sgd", "diloco"):
+    if mode in LONG and mode not in ("point_to_point", *ALONE):
         threading.Timer(1.0, stop).start()
     second_ring = mock.patch("comm.point_to_point.ring_non_blocking", ring)
     with without_measuring(), mock.patch.object(Run, "step", step), second_ring:

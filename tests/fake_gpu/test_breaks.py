@@ -71,7 +71,7 @@ def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, test):
 
 def test_a_thread_that_does_not_wait_for_what_the_main_thread_has_launched_is_noticed(fails):
     fails(
-        "low_communication.train_compressed.handover_of",
+        "comm.background.handover_of",
         lambda tensors: None,
         partial(
             techniques.test_what_sends_less_trains_on_gpus_as_on_cpus,

@@ -102,6 +102,7 @@ def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
     "run",
     [
         *(f"data_parallel_compressed --compress {how}" for how in ("bf16", "int8", "topk", "powersgd")),
+        "diloco_plain --sync-every 7",
         "diloco --sync-every 4 --fragments 4 --delay 2 --wire-dtype int8",
     ],
 )

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from comm.collectives import use_pattern
 from comm.wire.hosts import VARIABLE
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
-from low_communication.train_hsdp import HybridShardedDataParallel, groups_of, traffic_per_step
+from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
 from tests.data_parallel.equivalence import Odd, accumulate, examples, mine, odd_loss, text, text_loss
 from tests.dtensors import full_tensors
 from tests.training.attempts import refusal, the_one_sentence, train
@@ -25,9 +26,11 @@ from tests.zero.sharded import Blocks, Sharded, compare_with_one_process, deep_g
 from tests.zero.test_equality import Layers
 
 
-def hybrid(cluster: Cluster, shard_size: int | None) -> Any:
-    """Return a wrapper of a module, with the groups of a rank."""
+def hybrid(cluster: Cluster, shard_size: int | None, pattern: str | None = None) -> Any:
+    """Return a wrapper of a module, with the groups of a rank, in which messages travel by `pattern`."""
     shards, replicas = groups_of(cluster, shard_size)
+    for group in (shards, replicas):
+        use_pattern(pattern, group)
     return lambda module, _=None, **options: HybridShardedDataParallel(module, shards, replicas, **options)
 
 
@@ -60,7 +63,7 @@ def test_gradients_equal_those_of_fsdp2_on_a_mesh_of_two_dimensions():
             fully_shard(part, mesh=mesh)
         x, y = mine(cluster, text())
         for i, (some_x, some_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-            theirs.set_requires_all_reduce(i == 1)  # as our no_sync()
+            theirs.set_requires_all_reduce(i == 1)
             (text_loss(theirs, some_x, some_y) / 2).backward()
         ours.accumulate(text_loss, (x, y), 2)
         assert_same(ours.gradients(), full_tensors(gradients(theirs)), what="gradient")
@@ -83,9 +86,12 @@ def test_parameters_and_their_gathers_stay_on_a_machine():
         model = HybridShardedDataParallel(module, shards, replicas)
         x = torch.ones(2, 12)
         LEDGER.clear()
+        model.require_backward_grad_sync = False
         for _ in range(2):
-            with model.no_sync():
-                model(x).sum().backward()
+            model(x).sum().backward()
+        # The next forward waits for the last reduce-scatter.
+        model.require_backward_grad_sync = True
+        model.end_backward()
         # Each microbatch gathers three blocks, and two of them again, and reduce-scatters three.
         each = 8 * (P // 3) * 2 // 3
         assert bytes_by_axis() == {"shards": 2 * each}
@@ -109,13 +115,13 @@ def bytes_by_axis() -> dict[str, int]:
 def test_a_step_sends_exactly_what_the_formula_says_with_every_option():
     def work(cluster: Cluster) -> None:
         half = {"reshard_after_forward": False, "compute_dtype": torch.bfloat16}
-        ways: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {"pattern": "tree"}), (3, half)]
-        for size, way in ways:
-            model = hybrid(cluster, size)(deep_gpt(0), **way)
+        ways: list[tuple[int, str | None, dict[str, Any]]] = [(2, None, {}), (3, "tree", {}), (3, None, half)]
+        for size, pattern, way in ways:
+            model = hybrid(cluster, size, pattern)(deep_gpt(0), **way)
             LEDGER.clear()
             accumulate(model, text_loss, mine(cluster, text()), 2)
             model.clip_grad_norm_(1.0)
-            assert LEDGER.total() == traffic_per_step(model, 2, is_clipped=True), (size, way)
+            assert LEDGER.total() == model.traffic(2, is_clipped=True), (size, pattern, way)
 
     run_ranks(work, 6, timeout=60)
 
@@ -130,17 +136,15 @@ def test_a_step_before_gradients_are_averaged_over_machines_is_refused():
             [parameter] = model.parameters()
             return torch.equal(parameter.grad.as_subclass(Tensor), torch.full((1, 3), expected))
 
-        with model.no_sync():
-            model(x).sum().backward()
+        model.require_backward_grad_sync = False
+        model(x).sum().backward()
         with pytest.raises(WorkbookError, match="Call finish_gradient_sync"):
             optimizer.step()
         model.finish_gradient_sync()
         assert gradient_is(0.5)
         optimizer.step()
-        # An error inside no_sync() leaves it: the next gradients are averaged again.
         optimizer.zero_grad()
-        with pytest.raises(ZeroDivisionError), model.no_sync():
-            raise ZeroDivisionError
+        model.require_backward_grad_sync = True
         model(x).sum().backward()
         model.finish_gradient_sync()
         assert gradient_is(0.5)

@@ -150,7 +150,7 @@ def test_hsdp_keeps_parameters_within_a_machine_and_averages_gradients_over_all(
         alone(x).square().mean().backward()
 
         # The two ranks of a machine divide the weight, and each has a peer on the other machine.
-        model = HybridShardedDataParallel(module, *groups_of(cluster, shard_size=2), pattern="ring")
+        model = HybridShardedDataParallel(module, *groups_of(cluster, shard_size=2))
         [shard] = model.parameters()
         half = slice(8 * (cluster.rank % 2), 8 * (cluster.rank % 2) + 8)
         assert torch.equal(shard.detach().flatten(), weight.flatten()[half])
