@@ -69,7 +69,6 @@ class DiLoCo(nn.Module):
         """Return a copy of the parameters as they are now, as one flat tensor."""
         return torch.cat([parameter.detach().flatten() for parameter in self.trained])
 
-    @torch.no_grad()
     def outer_step(self) -> None:
         """Let the outer optimizer take a step with the ranks' mean change, and go on from where it leads."""
         change = self.anchor - self.flat()
@@ -78,7 +77,7 @@ class DiLoCo(nn.Module):
         self.outer.step()
         values = self.anchor.split([parameter.numel() for parameter in self.trained])
         for parameter, its_values in zip(self.trained, values, strict=True):
-            parameter.copy_(its_values.view_as(parameter))
+            parameter.data.copy_(its_values.view_as(parameter))
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in an outer step."""

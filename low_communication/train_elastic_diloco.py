@@ -159,15 +159,41 @@ class ElasticDiLoCoArgs(ElasticOptions):
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
 
-def main(cluster: Cluster, args: ElasticDiLoCoArgs) -> Worker:
-    config, ranks = GPTConfig.named(args.size), cluster.world_size
-    data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
+def validate(cluster: Cluster, args: ElasticDiLoCoArgs, data: TrainingData) -> None:
+    """Raise WorkbookError for options that make no sense, and if the ranks have different ones."""
     if dist.is_initialized():  # else this rank has died and comes back: it is in no group yet
         check_same_start(data.everything, given(args))
-    validate_numbers(args.steps, args.batch_size, args.lr, args.seed, ranks)
+    validate_numbers(args.steps, args.batch_size, args.lr, args.seed, cluster.world_size)
     refuse_options(1, args.sync_every, 1, 0, "float32", args.outer_lr, 0.9, None)
     wait = args.come_back or 0.0
     refuse_if(not 0 <= wait <= MAX_SECONDS, f"--come-back {wait:g}: it is a number of seconds, 0 or more.")
+
+
+def new_meter(
+    args: ElasticDiLoCoArgs, data: TrainingData, ranks: int, worker: Worker, survivors: Survivors
+) -> Meter:
+    """Return what measures the steps of a new group; `ranks` is the number of those at the start."""
+    tokens = data.tokens_per_step * len(survivors.names) // ranks
+    first = worker.steps - worker.round_is_over()
+    how = "diloco_elastic", args.steps, tokens, args.json
+    return Meter(survivors.cluster, *how, first_step=first, round_steps=args.sync_every)
+
+
+def report(args: ElasticDiLoCoArgs, meter: Meter, model: nn.Module, survivors: Survivors) -> None:
+    """Print the report, and check the replicas; all ranks of the group call it."""
+    digests = replica_digests(survivors.cluster, model)
+    figures = meter.finish(
+        survivors=survivors.names, joins=survivors.joins, sync_every=args.sync_every,
+        replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16],
+    )  # fmt: skip
+    print_report(survivors.cluster, figures, args.json, args.verbose)
+    refuse_unequal(digests)
+
+
+def main(cluster: Cluster, args: ElasticDiLoCoArgs) -> Worker:
+    config, ranks = GPTConfig.named(args.size), cluster.world_size
+    data = TrainingData("gpt", args.batch_size, args.seed, config.block_size)
+    validate(cluster, args, data)
     deaths = Deaths(args.kill, ranks)
     survivors = Survivors(cluster, args.patience, takes_back=True)
     model = GPT(config, seed=args.seed + cluster.rank)
@@ -178,19 +204,9 @@ def main(cluster: Cluster, args: ElasticDiLoCoArgs) -> Worker:
         try:
             if meter is None:
                 worker.catch_up()
-                meter = Meter(
-                    survivors.cluster, "diloco_elastic", args.steps,
-                    data.tokens_per_step * len(survivors.names) // ranks, args.json,
-                    first_step=worker.steps - worker.round_is_over(), round_steps=args.sync_every,
-                )  # fmt: skip
+                meter = new_meter(args, data, ranks, worker, survivors)
             if worker.is_done():
-                digests = replica_digests(survivors.cluster, model)
-                figures = meter.finish(
-                    survivors=survivors.names, joins=survivors.joins, sync_every=args.sync_every,
-                    replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16],
-                )  # fmt: skip
-                print_report(survivors.cluster, figures, args.json, args.verbose)
-                refuse_unequal(digests)
+                report(args, meter, model, survivors)
                 return worker
             with meter.step() as record:
                 if not worker.round_is_over():

@@ -82,8 +82,8 @@ EXERCISES = (
             "An optimizer reads the gradient of its parameter from `.grad`. So the mean change goes there, "
             "before self.outer.step(), which moves the anchor in place.",
             "self.anchor.split([numbers of elements]) has the new values, one tensor for each of "
-            "self.trained, and parameter.copy_(values.view_as(parameter)) writes them. Parameters change "
-            "without autograd: torch.no_grad().",
+            "self.trained, and parameter.data.copy_(values.view_as(parameter)) writes them without "
+            "autograd.",
         ),
     ),
     Exercise(

@@ -56,7 +56,7 @@ const WAYS = {
     held: ({ full }) => summed(full), waits: true,
   },
   diloco: {
-    title: ({ syncEvery }) => `DiLoCo, H = ${syncEvery}`, formula: "2 (n-1)/n P / H, and the step waits for them", lesson: "{{lesson low_communication/train_diloco.py}}",
+    title: ({ syncEvery }) => `DiLoCo, H = ${syncEvery}`, formula: "2 (n-1)/n P / H, and the step waits for them", lesson: "{{lesson low_communication/train_diloco_plain.py}}",
     collectives: ({ full }, { syncEvery }) => [["all_reduce", full.parameters, 1 / syncEvery]],
     held: ({ full }) => summed(full) + 2 * full.parameters, waits: true,
   },
