@@ -117,11 +117,11 @@ class MomentumCorrected(CompressedDataParallel):
         self.momentum: dict[Bucket, torch.Tensor] = {}
 
     @torch.no_grad()
-    def _average(self, bucket: Bucket, *how: Any) -> None:
+    def _average(self, bucket: Bucket) -> None:
         momentum = self.momentum.setdefault(bucket, torch.zeros_like(bucket.flat))
         momentum.mul_(0.9).add_(bucket.flat)
         bucket.flat.copy_(momentum)
-        super()._average(bucket, *how)
+        super()._average(bucket)
         momentum[self.remaining[bucket] == 0] = 0
 
 

@@ -27,10 +27,11 @@ from torch.optim import AdamW
 from benchmarks import side_by_side
 from benchmarks.data_parallel import replicas
 from benchmarks.side_by_side import GPT_13M, Rows, Seconds, Training, medians, new_gpt, tokens
+from comm.collectives import use_pattern
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.memory import MemoryReport
-from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
+from low_communication.train_hsdp import HybridShardedDataParallel, machine_groups
 from zero.memory import FORMULAS, Held, formula
 
 LINKS = ("loopback", "1gbit")
@@ -64,7 +65,10 @@ def alternate(cluster: Cluster, names: list[str], runs: int) -> list[Seconds]:
 def alternate_hybrids(cluster: Cluster, runs: int) -> Seconds:
     """Return each step's seconds on this rank, of ours and of FSDP2, where half the ranks are a machine."""
     half = cluster.world_size // 2
-    ours = HybridShardedDataParallel(new_gpt(GPT_13M), *groups_of(cluster, half), pattern="pipelined_ring")
+    shards, same_shard = machine_groups(cluster, half)
+    for group in (shards, same_shard):
+        use_pattern("pipelined_ring", group)
+    ours = HybridShardedDataParallel(new_gpt(GPT_13M), shards, same_shard)
     theirs = new_gpt(GPT_13M)
     mesh = init_device_mesh(cluster.device.type, (2, half), mesh_dim_names=("replicate", "shard"))
     for part in (*theirs.blocks, theirs):

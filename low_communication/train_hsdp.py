@@ -121,7 +121,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         return total
 
 
-def groups_of(cluster: Cluster, shard_size: int | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def machine_groups(cluster: Cluster, shard_size: int | None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return two groups of this rank: the ranks of its machine, and those that have the same shard.
 
     `shard_size` neighbours stand for a machine. None: machines are found by their names (comm/wire/hosts.py),
@@ -169,7 +169,7 @@ def sent_along(run: Run) -> dict[str, int]:
 def main(cluster: Cluster, args: Args) -> None:
     run = Run(cluster, args, "hsdp")
     module = run.model()
-    shard_group, replicas = groups_of(cluster, args.shard_size)
+    shard_group, replicas = machine_groups(cluster, args.shard_size)
     slow_link.exempt(shard_group)  # --link is a machine's link to the others
     slow_link.share(replicas, dist.get_world_size(shard_group))
     for group in (shard_group, replicas):

@@ -58,7 +58,7 @@ EXERCISES = (
             NARRATED + "test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient",
             PLAIN + "test_the_mean_is_over_the_ranks_of_a_group",
             PLAIN + "test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing",
-            PLAIN + "test_outer_steps_equal_workers_in_one_process",
+            PLAIN + "test_three_rounds_of_two_ranks_equal_workers_in_one_process",
         ),
         difficulty=2,
         minutes=20,
@@ -234,7 +234,7 @@ EXERCISES = (
         name="hsdp_groups",
         title="Who shards with whom",
         notebook="13_sending_less",
-        target="low_communication.train_hsdp.groups_of",
+        target="low_communication.train_hsdp.machine_groups",
         tests=(
             NARRATED + "test_hsdp_keeps_parameters_within_a_machine_and_averages_gradients_over_all",
             HSDP + "test_parameters_and_their_gathers_stay_on_a_machine",

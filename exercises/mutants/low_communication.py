@@ -175,7 +175,7 @@ HSDP = "tests/low_communication/test_hsdp.py::"
 mutant(
     "hsdp_groups_swapped",
     "Hybrid sharding is slower than ZeRO 3: parameters are gathered from other machines.",
-    target="low_communication.train_hsdp.groups_of",
+    target="low_communication.train_hsdp.machine_groups",
     changes={
         'return own_group(machines, "shards"), own_group(same_shard, "replicas")': (
             'return own_group(same_shard, "shards"), own_group(machines, "replicas")'

@@ -18,7 +18,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
-from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
+from low_communication.train_hsdp import HybridShardedDataParallel, machine_groups
 from tests.data_parallel.equivalence import Odd, accumulate, examples, mine, odd_loss, text, text_loss
 from tests.dtensors import full_tensors
 from tests.training.attempts import refusal, the_one_sentence, train
@@ -28,7 +28,7 @@ from tests.zero.test_equality import Layers
 
 def hybrid(cluster: Cluster, shard_size: int | None, pattern: str | None = None) -> Any:
     """Return a wrapper of a module, with the groups of a rank, in which messages travel by `pattern`."""
-    shards, replicas = groups_of(cluster, shard_size)
+    shards, replicas = machine_groups(cluster, shard_size)
     for group in (shards, replicas):
         use_pattern(pattern, group)
     return lambda module, _=None, **options: HybridShardedDataParallel(module, shards, replicas, **options)
@@ -76,7 +76,7 @@ def test_parameters_and_their_gathers_stay_on_a_machine():
     def work(cluster: Cluster) -> None:
         # Six ranks are on two machines, and neighbours are on different ones.
         named_hosts(cluster, "ababab")
-        shards, replicas = groups_of(cluster, None)
+        shards, replicas = machine_groups(cluster, None)
         assert dist.get_process_group_ranks(shards) == [[0, 2, 4], [1, 3, 5]][cluster.rank % 2]
         # The ranks with the same shard are one on each machine.
         assert dist.get_process_group_ranks(replicas) == [[0, 1], [2, 3], [4, 5]][cluster.rank // 2]

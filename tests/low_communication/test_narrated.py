@@ -13,7 +13,7 @@ from lab.trace.ledger import LEDGER
 from low_communication.train_compressed import CompressedDataParallel
 from low_communication.train_diloco import StreamingDiLoCo
 from low_communication.train_diloco_plain import DiLoCo
-from low_communication.train_hsdp import HybridShardedDataParallel, groups_of
+from low_communication.train_hsdp import HybridShardedDataParallel, machine_groups
 from low_communication.train_local_sgd import LocalSGD
 from tests.low_communication.equivalence import everyone
 
@@ -150,7 +150,7 @@ def test_hsdp_keeps_parameters_within_a_machine_and_averages_gradients_over_all(
         alone(x).square().mean().backward()
 
         # The two ranks of a machine divide the weight, and each has a peer on the other machine.
-        model = HybridShardedDataParallel(module, *groups_of(cluster, shard_size=2))
+        model = HybridShardedDataParallel(module, *machine_groups(cluster, shard_size=2))
         [shard] = model.parameters()
         half = slice(8 * (cluster.rank % 2), 8 * (cluster.rank % 2) + 8)
         assert torch.equal(shard.detach().flatten(), weight.flatten()[half])
