@@ -83,6 +83,7 @@ class Fragment(AnchoredParameters):
     def __init__(self, parameters: list[nn.Parameter], compressor: Compressor, due: int) -> None:
         super().__init__(parameters)
         self.compressor, self.due = compressor, due
+        self.traffic = compressor.traffic()
         # The step in which it was sent, the parameters then, and their change, being averaged.
         self.in_flight: tuple[int, Tensor, Tensor, BackgroundWork] | None = None
         self.last_equal_step = 0  # the last step after which all ranks had the same parameters
@@ -182,7 +183,7 @@ class StreamingDiLoCo(nn.Module):
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step such as the last one."""
-        return sum((fragment.compressor.traffic() for fragment in self.sent), Traffic())
+        return sum((fragment.traffic for fragment in self.sent), Traffic())
 
 
 def refuse_options(
@@ -244,6 +245,8 @@ class StreamingArgs(LocalArgs):
         *("steps", "batch_size", "size", "sync_every", "fragments", "delay", "wire_dtype", "outer_lr"),
         *("link", "trace", "verbose", "json"),
     }
+
+    averages_losses = False  # or the ranks would wait for each other while a fragment travels
 
     sync_every: int = 32
     """Number H of steps between two synchronisations of a fragment."""

@@ -40,6 +40,7 @@ class OtherOptions:
     bucket_mb: float | None = None
     clip: float | None = None
     sync_every: int = 1  # steps between two rounds in which the ranks communicate
+    averages_losses: bool = True  # at the end of each round; False: only after the last step
     optimizer: str = "adamw"
     bf16: bool = False  # whether the model computes in 16 bits
     experts: int = 1  # in each block

@@ -245,7 +245,8 @@ class Run:
         """Return the mean over the ranks that have a loss; between two rounds of a lesson this rank's own."""
         if self._tick is not None:
             return None  # the metronome computes nothing
-        if not self._communicates(self.current_step - 1):
+        done, is_alone = self.current_step - 1, not self._args.averages_losses
+        if not self._communicates(done) or (is_alone and done < self._args.steps):
             return loss
         sum_and_number = torch.zeros(2, device=self._cluster.device)
         if loss is not None:
