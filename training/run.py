@@ -171,6 +171,7 @@ class Run:
                 x, y = self._next_batch(step)
                 with meter.step(self._mean_loss) as self._record:
                     yield x, y
+                self._record = StepRecord()  # frees the graph of the loss
                 timeline.settle()
                 self._evaluate(step + 1, model)
                 self._resuming.save_if_due(step + 1)
@@ -193,7 +194,7 @@ class Run:
         `traffic` is what this rank should send in this step by the lesson's formula, where that differs from
         step to step; else give it to `finish`.
         """
-        self._record.loss = None if loss is None else loss.detach()
+        self._record.loss = loss  # detached after the step: it would let another thread run here
         self._expected += traffic or Traffic()
 
     def _observe(self, model: Any, optimizer: Optimizer) -> list[Any]:
