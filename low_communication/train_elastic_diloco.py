@@ -19,7 +19,7 @@ the dead worker's change is in it, and the outer step communicates nothing. Rank
 which is small: the anchor and the outer momentum. A rank that has r+1 may train already; after each step it
 looks whether the others form a group, and joins in.
 
-A worker that comes back asks rank 0 of the group, through the store of the rendezvous. At the next
+A worker that comes back asks rank 0, through the store of the rendezvous. At the next
 synchronisation the others form a group with it. It copies anchor, outer momentum and counts, contributes
 nothing to this mean, and trains from the new anchor. Its AdamW starts afresh: the inner state is never sent,
 and what the worker had died with it. AdamW corrects the bias of young averages, so they are short of memory,
@@ -28,8 +28,7 @@ and not wrong.
       time lost    death    that worker's steps since the last synchronisation, and milliseconds for the group
                    join     milliseconds for the group, and 2 P on the wire      P: bytes of all parameters
 
-If rank 0 dies in a container, the store of the rendezvous dies with it: the others train on, and no one can
-come back. Under torchrun or make run the launcher has that store.
+Rank 0 coordinates the others, so if it dies, they end with a sentence.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, broadcast
 from comm.errors import CommError, Mismatch
 from comm.exchange import exchange
-from comm.membership.survivors import Deaths, ElasticOptions, Survivors
+from comm.membership.survivors import Survivors
 from comm.same_start import check_same_start
 from comm.script import start
 from lab.check import refuse_unequal
@@ -54,6 +53,7 @@ from lab.units import MAX_SECONDS
 from low_communication.train_diloco import AnchoredParameters, refuse_options
 from training.arguments import Size, given
 from training.data import TrainingData
+from training.deaths import Deaths, ElasticOptions
 from training.report import print_report, replica_digests
 from training.validate import refuse_if, validate_numbers
 

@@ -29,6 +29,7 @@ from lab.launch.interface import own_address
 _KEY = "liveness"
 _LONGEST = 1 << 16  # bytes of a message
 _AT_MOST_0_1_S = struct.pack("ll", 0, 100_000)  # for the rest of a message, which a rank sends in one piece
+_GONE_MS = 3000  # after which a machine that acknowledges nothing has gone; two packets may be lost meanwhile
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
 
 
@@ -54,6 +55,15 @@ def send(connection: Connection, message: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(message).encode())
 
 
+def watch_the_machine(end: socket.socket) -> None:
+    """Let the kernel break a connection to a machine that has gone, and so can send no sign of it (Linux)."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)  # seconds
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
+
+
 class Server(threading.Thread):
     """The thread of rank 0. It ends when all ranks have come and left."""
 
@@ -62,7 +72,8 @@ class Server(threading.Thread):
         self._absent = set(range(world_size))
         self._strangers: set[Connection] = set()  # that have not said which rank they are
         self._members: dict[Connection, int] = {}
-        self._gone: dict[int, Departure] = {}
+        self._left: set[int] = set()
+        self._gone: list[Departure] = []
         self._listener = socket.create_server((own_address(), 0))
         self.place = self._listener.getsockname()
 
@@ -74,9 +85,14 @@ class Server(threading.Thread):
                         self._take(ready)
                     else:
                         stranger, _ = self._listener.accept()
+                        watch_the_machine(stranger)
                         if os.name == "posix":  # one that sends half a message must not stop this thread
                             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _AT_MOST_0_1_S)
                         self._strangers.add(Connection(stranger.detach()))
+
+    def present(self) -> set[int]:
+        """Return the ranks that have not left. They may not have come yet."""
+        return self._absent | set(dict(self._members).values())
 
     def _take(self, connection: Connection) -> None:
         try:
@@ -87,17 +103,20 @@ class Server(threading.Thread):
             self._members[connection] = rank = int(message["rank"])
             self._strangers.remove(connection)
             self._absent.discard(rank)
-            for gone in self._gone.values():
+            self._left.discard(rank)  # a process may take the place of one that has died
+            for gone in self._gone:
                 send(connection, asdict(gone))
         except Exception:  # it has closed the connection, or is not a rank
             connection.close()
             self._strangers.discard(connection)
             if connection in self._members:
-                self._announce(Departure(self._members.pop(connection), "died"))
+                self._announce(Departure(self._members[connection], "died"))
+                del self._members[connection]  # only now `present` tells rank 0, too
 
     def _announce(self, gone: Departure) -> None:
-        if gone.rank not in self._gone:
-            self._gone[gone.rank] = gone
+        if gone.rank not in self._left:
+            self._left.add(gone.rank)
+            self._gone.append(gone)
             # Rank 0 last: it may end as soon as it knows.
             for member in sorted(self._members, key=self._members.__getitem__, reverse=True):
                 send(member, asdict(gone))
@@ -115,13 +134,26 @@ def connect(store: dist.Store, rank: int, world_size: int) -> None:
     """Connect to rank 0, on rank 0 too. Raise OSError if it cannot be reached."""
     global _rank, _connection, _server
     if rank == 0:
-        _server = Server(world_size)
-        _server.start()
-        store.set(_KEY, json.dumps(_server.place))
+        _server = serve(store, world_size)
+    _rank, _connection = rank, dial(store, rank)
+
+
+def serve(store: dist.Store, world_size: int) -> Server:
+    """Start the thread of rank 0, and write its address into the store."""
+    server = Server(world_size)
+    server.start()
+    store.set(_KEY, json.dumps(server.place))
+    return server
+
+
+def dial(store: dist.Store, rank: int) -> Connection:
+    """Return a connection of this rank to rank 0. Raise OSError if it cannot be reached."""
     end = socket.create_connection(json.loads(store.get(_KEY)), timeout=5)
     end.settimeout(None)
-    _rank, _connection = rank, Connection(end.detach())
-    send(_connection, {"rank": rank})
+    watch_the_machine(end)
+    connection = Connection(end.detach())
+    send(connection, {"rank": rank})
+    return connection
 
 
 def cause(patience: float = _PATIENCE) -> Departure | None:

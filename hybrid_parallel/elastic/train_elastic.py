@@ -1,6 +1,6 @@
 """Train with elastic recovery: when a rank dies, the others continue in the same processes and repeat a step.
 
-    make run RUN_MODE=hybrid_elastic WORLD_SIZE=4 ARGS='--kill 2@20 0@40'
+    make run RUN_MODE=hybrid_elastic WORLD_SIZE=4 ARGS='--kill 2@20 1@40'
     RUN_MODE=hybrid_elastic ARGS='--steps 5000' docker-compose up --build   # then docker kill a node
 
       step 7      rank 0 ───┐            rank 0 ───┐
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce, broadcast
 from comm.errors import CommError, Mismatch
 from comm.exchange import exchange
-from comm.membership.survivors import Deaths, ElasticOptions, Survivors
+from comm.membership.survivors import Survivors
 from comm.same_start import check_same_start
 from comm.script import start
 from lab.check import refuse_unequal
@@ -54,6 +54,7 @@ from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.meter import Meter
 from training.arguments import Size, given
 from training.data import TrainingData
+from training.deaths import Deaths, ElasticOptions
 from training.report import print_report, replica_digests
 
 LossOfSum = Callable[[nn.Module, Tensor, Tensor], Tensor]  # the sum over examples, not the mean

@@ -30,13 +30,14 @@ from typing import ClassVar
 from torch.distributed import DistError
 
 from comm.errors import CommError, Mismatch
-from comm.membership.survivors import Deaths, ElasticOptions, Survivors
+from comm.membership.survivors import Survivors
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.train_hybrid import begin, train
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from training.deaths import Deaths, ElasticOptions
 
 
 @dataclasses.dataclass

@@ -3,7 +3,6 @@
 import functools
 import os
 import signal
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor
 
 from comm.errors import CommError
-from comm.membership.survivors import Deaths, Survivors
+from comm.membership import liveness
+from comm.membership.survivors import Survivors
 from hybrid_parallel.elastic import train_elastic
 from hybrid_parallel.elastic.train_elastic import ElasticArgs, ElasticReplica
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
+from training.deaths import Deaths
 
 # 7 examples are divided evenly among no group but that of one rank.
 ARGS = ElasticArgs(steps=6, batch_size=7, size="tiny", json=True, patience=5.0)
@@ -76,21 +77,31 @@ def survivors_equal_one_process(
     assert set().union(*every) == set(gradients)
 
 
-def test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process():
-    survivors_equal_one_process(4, {0, 2}, kill=("2@2", "0@4"))
+def test_two_deaths_leave_every_gradient_that_of_one_process():
+    survivors_equal_one_process(4, {1, 2}, kill=("2@2", "1@4"))
 
 
-def test_a_rank_has_died_if_connecting_to_it_takes_too_long_as_to_a_machine_that_has_gone():
-    def times_out(connect: Callable[..., Any], *place: Any, **options: Any) -> socket.socket:
+def test_a_rank_has_died_if_the_kernel_gives_up_its_connection_as_to_a_machine_that_has_gone():
+    def times_out(connection: Any, receive: Callable[..., bytes], *args: Any) -> bytes:
         try:
-            return connect(*place, **options)
-        except ConnectionRefusedError:
+            return receive(connection, *args)
+        except EOFError:
             raise TimeoutError from None
 
     def disturb(cluster: Cluster) -> None:
-        socket.create_connection = functools.partial(times_out, socket.create_connection)
+        receive = liveness.Connection.recv_bytes
+        liveness.Connection.recv_bytes = functools.partialmethod(times_out, receive)  # type: ignore
 
     survivors_equal_one_process(3, {2}, disturb, kill=("2@2",))
+
+
+def test_if_rank_0_dies_the_others_end_with_a_sentence():
+    results = run_ranks(
+        train, 3, ElasticArgs(**vars(ARGS) | {"kill": ("0@2",)}), lambda cluster: None, collect_failures=True
+    )
+    assert "killed by SIGKILL" in str(results.pop(0))
+    sentence = "WorkbookError: rank 0 has died, and the others cannot go on without it"
+    assert all(sentence in str(end) for end in results), results
 
 
 def at_step(
@@ -147,26 +158,27 @@ def test_a_death_inside_the_all_reduce_in_the_last_step_or_after_it_leaves_each_
     survivors_equal_one_process(5, {1, 2, 3}, disturb)
 
 
-@pytest.mark.parametrize("moment", ["_decide", "_form", "_state_of"])
+@pytest.mark.parametrize("moment", ["_ask", "_form", "_state_of"])
 def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
     def disturb(cluster: Cluster) -> None:
-        if cluster.rank == 0:
+        if cluster.rank == 1:
             owner = ElasticReplica if moment == "_state_of" else Survivors
-            at_step(0 if moment == "_decide" else 1, owner, moment, lambda original: die)
-        if cluster.rank == 1 and moment == "_state_of":
+            at_step(0 if moment == "_ask" else 1, owner, moment, lambda original: die)
+        if cluster.rank == 2 and moment == "_state_of":
             at_step(2, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 3:
             at_step(2, torch.optim.AdamW, "step", and_then(die))
 
-    survivors_equal_one_process(4, {0, 3}, disturb)
+    survivors_equal_one_process(4, {1, 3}, disturb)
 
 
-def test_a_rank_that_hangs_is_named_by_the_others_which_end():
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_is_named_by_the_others_which_end(victim: int):
     def paused(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **options: (os.kill(os.getpid(), signal.SIGSTOP), original(*args, **options))
 
     def work(cluster: Cluster) -> str:
-        if cluster.rank == 0:
+        if cluster.rank == victim:
             cluster.store.set("pid", str(os.getpid()))
             at_step(2, train_elastic, "all_reduce", paused)
         with pytest.raises(WorkbookError) as error:
@@ -176,8 +188,8 @@ def test_a_rank_that_hangs_is_named_by_the_others_which_end():
         return str(error.value)
 
     ends = run_ranks(work, 3, collect_failures=True, timeout=60)
-    assert "killed by SIGKILL" in str(ends.pop(0))
-    assert all("rank 0 has not answered within 1 s, but still exists" in end for end in ends), ends
+    assert "killed by SIGKILL" in str(ends.pop(victim))
+    assert all(f"rank {victim} has not answered within 1 s, but still exists" in end for end in ends), ends
 
 
 def test_a_kill_that_names_no_step_no_rank_or_all_ranks_is_refused():

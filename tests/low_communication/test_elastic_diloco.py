@@ -129,9 +129,9 @@ def end_as_simulated(
         assert joined == joins
 
 
-def test_after_two_deaths_one_of_them_rank_0s_the_mean_is_over_those_who_are_left():
-    trained = [{0, 1, 2, 3}, {0, 1, 3}, {1, 3}, {1, 3}, {1, 3}]
-    end_as_simulated(4, trained, {0, 2}, kill=("2@3", "0@4"))
+def test_after_two_deaths_the_mean_is_over_those_who_are_left():
+    trained = [{0, 1, 2, 3}, {0, 1, 3}, {0, 3}, {0, 3}, {0, 3}]
+    end_as_simulated(4, trained, {1, 2}, kill=("2@3", "1@4"))
 
 
 def raise_death(*_: Any, **__: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_worker_that_missed_a_synchronisation_copies_it_and_calls_those_who_tr
     check = Survivors.check
 
     def until_called(self: Survivors, may_join: bool) -> None:
-        self._store.wait(["call"])
+        self._store.wait([f"{self._round + 1}/call"])
         check(self, may_join)
 
     def disturb(cluster: Cluster) -> None:
@@ -168,8 +168,7 @@ def let_join_in_round(number: int) -> None:
 
     def waits(self: Survivors, may_join: bool) -> None:
         if may_join and self.cluster.is_main and made[-1].rounds == number and not self.joins:
-            assert self._meeting is not None
-            self._meeting.underlying_store.set("may come back", "")
+            self._store.underlying_store.set("may come back", "")
             while not self._newcomers():
                 pass
         check(self, may_join)
@@ -177,15 +176,13 @@ def let_join_in_round(number: int) -> None:
     Worker.__init__, Survivors.check = noted, waits  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_that_comes_back_copies_the_anchor_and_trains_from_the_next_round_on(victim: int):
+def test_a_worker_that_comes_back_copies_the_anchor_and_trains_from_the_next_round_on():
     def disturb(cluster: Cluster) -> None:
         let_join_in_round(2)
-        if cluster.rank == victim:
+        if cluster.rank == 2:
             at_step(3, Worker, "step", lambda original: raise_death)
 
-    everyone = {0, 1, 2}
-    others = everyone - {victim}
+    everyone, others = {0, 1, 2}, {0, 1}
     end_as_simulated(3, [everyone, others, others, everyone, everyone], set(), disturb, joins=1)
 
 
@@ -211,31 +208,34 @@ def test_without_a_launcher_a_worker_comes_back_through_the_store_of_rank_0():
         assert joins == 1
 
 
-@pytest.mark.parametrize(("who", "moment"), [("newcomer", "_form"), ("decider", "catch_up")])
-def test_a_death_during_a_join_leads_to_another_group(who: str, moment: str):
-    victim = {"newcomer": 2, "decider": 0}[who]
-
+@pytest.mark.parametrize(("victim", "moment"), [(2, "_form"), (1, "catch_up")])
+def test_a_death_during_a_join_leads_to_another_group(victim: int, moment: str):
     def disturb(cluster: Cluster) -> None:
         let_join_in_round(2)
         if cluster.rank == 2:
             at_step(3, Worker, "step", lambda original: raise_death)
-        if cluster.rank == victim:  # the newcomer has formed the first group too, the decider two groups
-            number = 1 if who == "newcomer" else 2
+        if cluster.rank == victim:  # the newcomer has formed the first group too, the other one two groups
+            number = 1 if victim == 2 else 2
             at_step(number, Worker if moment == "catch_up" else Survivors, moment, lambda original: die)
 
     rest = {0, 1, 2} - {victim}
     end_as_simulated(3, [{0, 1, 2}, {0, 1}, rest - {2}, rest, rest], {victim}, disturb, joins=1, patience=5.0)
 
 
-def test_if_all_who_had_trained_die_those_who_have_just_come_train_the_round():
+def test_if_rank_0_dies_the_others_end_with_a_sentence_and_it_cannot_come_back():
     def disturb(cluster: Cluster) -> None:
-        let_join_in_round(2)
-        if cluster.rank == 1:
+        if cluster.rank == 0:
             at_step(3, Worker, "step", lambda original: raise_death)
-        else:  # after two rounds, and once more without rank 1
-            at_step(3, Worker, "synchronise", lambda original: die)
 
-    end_as_simulated(2, [{0, 1}, {0}, {1}, {1}, {1}], {0}, disturb, joins=1)
+    def work(cluster: Cluster) -> str:
+        with pytest.raises(WorkbookError) as error:
+            train(cluster, disturb, {})
+        cluster.store.set("may come back", "")
+        return str(error.value)
+
+    zero, *others = run_ranks(work, 3)
+    assert "rank 0 cannot come back, because it coordinated the others" in zero
+    assert all("rank 0 has died, and the others cannot go on without it" in other for other in others), others
 
 
 def test_one_that_comes_back_after_the_end_is_told_so():
