@@ -34,8 +34,8 @@ from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows, Seconds, Step, medians, row, show
 from comm import collectives as c
 from comm.point_to_point import recv, send
-from comm.transport.choice import use_transport
-from comm.transport.shared_memory import is_possible
+from comm.wire.shared_memory import is_possible
+from comm.wire.transport import use_transport
 from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

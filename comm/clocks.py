@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from comm.exchange import exchange
-from comm.wire.wire import message_device, peer_wire
+from comm.wire.gloo_wire import peer_wire
+from comm.wire.groups import message_device
 from lab.launch.threads import machine_id
 from lab.trace.gantt import Event
 from lab.trace.timeline import now, recorded

@@ -16,7 +16,7 @@
 
 x(r) is a tensor of rank r, and x[r] is part r of x. A pattern is an algorithm: it says which rank sends what
 to which (comm/algorithms/). How the messages travel is the transport of the group: shared memory, sockets or
-gloo (transport/choice.py). `pattern=None` means the pattern that `use_pattern` has chosen for the group. If
+gloo (wire/transport.py). `pattern=None` means the pattern that `use_pattern` has chosen for the group. If
 none is chosen, it means the first one listed, or in a group that uses nccl "torch": torch.distributed's own
 collectives. "auto" takes the pattern that is predicted to be fastest (cost.fastest).
 
@@ -35,7 +35,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from comm import cost
+from comm import cost, native
 from comm.algorithms import (
     bruck,
     hierarchical,
@@ -52,14 +52,15 @@ from comm.cost import pattern_for
 from comm.errors import CommError, Mismatch
 from comm.patterns import PATTERNS, chosen_pattern, default_pattern, use_pattern
 from comm.shards import shard_sizes
-from comm.transport import streams
-from comm.transport.choice import chosen_transport
-from comm.transport.stream_wire import StreamWire
-from comm.wire import native, slow_link
+from comm.wire import slow_link, streams
+from comm.wire.gloo_wire import GlooWire
+from comm.wire.groups import Group, group_of
 from comm.wire.handshake import SHARDED, UNEVEN, Header, HeaderExchange, check_parts, wait_until_all_have_read
 from comm.wire.slow_link import LinkDelay
 from comm.wire.staging import In, InOut, Out, handover_of
-from comm.wire.wire import Group, Wire, group_of
+from comm.wire.stream_wire import StreamWire
+from comm.wire.transport import chosen_transport
+from comm.wire.wire import Wire
 from comm.wire.work_queue import Handle, queue_of
 from lab.trace.timeline import span
 
@@ -351,7 +352,7 @@ def run_collective(
             wire.finish()
         except CommError as error:
             if isinstance(error, Mismatch):
-                wait_until_all_have_read(Wire(group, header.op, header.pattern, sequence))
+                wait_until_all_have_read(GlooWire(group, header.op, header.pattern, sequence))
             streams.forget(group)  # they may be out of step: the next use connects again
             raise
 
@@ -363,7 +364,7 @@ def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts:
     """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
     transport = chosen_transport() if group_of(group).size() > 1 else "gloo"
     if transport == "gloo":
-        wire = Wire(group, header.op, header.pattern, sequence)
+        wire: Wire = GlooWire(group, header.op, header.pattern, sequence)
     else:
         wire = StreamWire(group, transport, header.op, header.pattern, sequence)
     headers = HeaderExchange(wire, header)

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from comm.algorithms.hierarchical import ranks_by_host
 from comm.patterns import PATTERNS, chosen_pattern, default_pattern, link_of
 from comm.shards import SEGMENT_BYTES, shard_sizes
+from comm.wire.gloo_wire import peer_wire
+from comm.wire.groups import Group
 from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import hosts_of
 from comm.wire.slow_link import Link
-from comm.wire.wire import Group, peer_wire
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one

@@ -24,7 +24,7 @@ from torch import Tensor
 from comm.collectives import all_gather
 from comm.errors import CommError
 from comm.wire import slow_link
-from comm.wire.wire import Group, is_lost_connection
+from comm.wire.groups import Group, is_lost_connection
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 

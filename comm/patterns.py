@@ -18,11 +18,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from comm.transport.choice import chosen_transport
-from comm.transport.messages import AnyTransfer, irecv, isend
 from comm.wire import slow_link
+from comm.wire.gloo_wire import peer_wire
+from comm.wire.groups import Group, group_of, message_device
+from comm.wire.messages import AnyTransfer, irecv, isend
 from comm.wire.slow_link import Link
-from comm.wire.wire import Group, group_of, message_device, peer_wire
+from comm.wire.transport import chosen_transport
 from lab.trace.ledger import LEDGER
 from lab.trace.stream_clock import time_when_done
 

@@ -14,7 +14,7 @@ import torch
 
 from comm.membership import liveness
 from comm.rendezvous import join, leave
-from comm.wire.wire import is_lost_connection
+from comm.wire.groups import is_lost_connection
 from lab.cluster import Cluster
 from lab.launch.errors import UsageError, WorkbookError, reason
 from lab.launch.launcher import run_in_a_child

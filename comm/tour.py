@@ -38,7 +38,7 @@ from comm.same_start import check_same_start
 from comm.script import start
 from comm.shards import shard_sizes
 from comm.wire import slow_link
-from comm.wire.wire import message_device
+from comm.wire.groups import message_device
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

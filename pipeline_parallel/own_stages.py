@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comm.channels import Channels
 from comm.collectives import broadcast
 from comm.point_to_point import irecv, isend, recv
-from comm.wire.channels import Channels
 from lab.launch.errors import WorkbookError
 from lab.trace.device_clock import DeviceClock
 from lab.trace.ledger import Traffic

@@ -34,6 +34,14 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (alias.name.split(".")[0] for alias in node.names)
 
 
+def modules_of(path: Path) -> Iterator[str]:
+    """The full name of each module from which the file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [alias.name for alias in node.names]
+            yield from [f"comm.{name}" for name in names] if node.module == "comm" else [node.module]
+
+
 def test_an_import_goes_down_never_up_or_sideways():
     wrong = []
     for path in FILES:
@@ -45,12 +53,24 @@ def test_an_import_goes_down_never_up_or_sideways():
     assert not wrong
 
 
+def test_inside_comm_an_import_goes_down_too():
+    floors = (r"comm\.(errors|shards)$", r"comm\.membership", r"comm\.wire", r"comm\.algorithms", "comm")
+
+    def floor_of(module: str) -> int:
+        return next(number for number, names in enumerate(floors) if re.match(names, module))
+
+    wrong = []
+    for path in (ROOT / "comm").rglob("*.py"):
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        up = [name for name in modules_of(path) if name.startswith("comm") and floor_of(name) > floor_of(own)]
+        wrong += [f"{own} imports {name}" for name in up]
+    assert not wrong
+
+
 def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
-    messages = {"comm.wire.wire", "comm.wire.segment_receiver", "comm.wire.hosts"}
     for path in (ROOT / "comm" / "algorithms").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and re.match(r"comm\.(transport|wire)", node.module or ""):
-                assert node.module in messages, path
+        of_wire = {module for module in modules_of(path) if module.startswith("comm.wire")}
+        assert of_wire <= {"comm.wire.wire", "comm.wire.hosts"}, path
 
 
 def test_git_has_nothing_that_a_run_has_left_in_the_root():

@@ -80,7 +80,7 @@ def test_everything_is_imported_a_script_runs_as_one_process_and_run_ranks_says_
             with get("comm.script").joined() as cluster:
                 script, arguments = get("data_parallel.train_naive"), get("training.arguments")
                 script.main(cluster, arguments.Args(steps=2, size="tiny", batch_size=2, json=True))
-                transport = get("comm.transport.choice").chosen_transport()
+                transport = get("comm.wire.transport").chosen_transport()
         return str(refusal.value), transport, json.loads(out.getvalue())
 
     ((refusal, transport, summary),) = run_ranks(on_windows, 1, backend=None)

@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], int]] = {
 }
 
 Transport = Literal["auto", "shared_memory", "sockets", "gloo"]
-"""The transports of comm/transport/choice.py."""
+"""The transports of comm/wire/transport.py."""
 
 
 class OtherOptions:

@@ -19,7 +19,7 @@ from torch import nn
 
 from comm.clocks import gather_events
 from comm.exchange import exchange, on_main
-from comm.transport.streams import transports_of
+from comm.wire.streams import transports_of
 from lab import units
 from lab.check import module_digest, state_digest
 from lab.cluster import Cluster

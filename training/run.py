@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from comm.collectives import all_reduce, default_pattern, use_pattern
 from comm.cost import Link
 from comm.same_start import check_same_start
-from comm.transport import choice
 from comm.wire import slow_link
+from comm.wire.transport import use_transport
 from lab.check import refuse_unequal
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -114,7 +114,7 @@ class Run:
         tied = {"head.weight": "token_embedding.weight"} if self._is_gpt and self._config.tied else {}
         self._resuming = Resuming(cluster, args, {"made_with": args.made_with(), "tied": tied})
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
-        choice.use_transport(args.transport)
+        use_transport(args.transport)
         slow_link.use(None if args.link is None else slow_link.parse(args.link))
         use_pattern(args.pattern)
         self.pattern = args.pattern or default_pattern("all_reduce")

@@ -23,8 +23,8 @@ bitwise equal: the order matters for the maximum of 0.0 and -0.0.
 import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
+from comm.algorithms.segment_receiver import SegmentReceiver
 from comm.shards import segments_of
-from comm.wire.segment_receiver import SegmentReceiver
 from comm.wire.wire import Wire
 
 

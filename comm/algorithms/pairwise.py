@@ -15,8 +15,8 @@ many pairs.
 import torch
 
 from comm.algorithms.reduction import combine, divide_if_mean
+from comm.algorithms.segment_receiver import SegmentReceiver
 from comm.shards import segments_of, shards_of
-from comm.wire.segment_receiver import SegmentReceiver
 from comm.wire.wire import Wire
 
 

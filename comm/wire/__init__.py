@@ -1,1 +1,1 @@
-"""Make a wire: groups, messages over gloo or nccl, the handshake, the queue of operations, a slow link."""
+"""Move messages: a wire sends and receives (wire.py), and below it are the ways of the bytes (README.md)."""

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from comm.errors import CommError, Mismatch
 from comm.shards import shard_sizes
-from comm.wire.wire import Wire, global_ranks
+from comm.wire.groups import global_ranks
+from comm.wire.wire import Wire
 
 OPS = (
     *("barrier", "broadcast", "scatter", "gather", "reduce"),

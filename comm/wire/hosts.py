@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from comm.wire.gloo_wire import peer_wire
 from comm.wire.handshake import exchange_numbers
-from comm.wire.wire import Wire, peer_wire
+from comm.wire.wire import Wire
 
 VARIABLE = "WORKBOOK_HOST"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

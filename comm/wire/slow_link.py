@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from comm.wire.wire import Group
+from comm.wire.groups import Group
 from comm.wire.work_queue import GroupQueue, queue_of
 from lab import units
 from lab.launch.errors import WorkbookError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from comm.wire.wire import Group
+from comm.wire.groups import Group
 
 
 def goes_by_host(tensor: torch.Tensor, group: Group) -> bool:

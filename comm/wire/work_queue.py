@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from comm.wire.wire import Group, group_of
+from comm.wire.groups import Group, group_of
 from lab.trace.timeline import span
 
 COMMUNICATION_THREAD = "communication"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from comm import collectives
 from comm.collectives import CommError
-from comm.transport.choice import use_transport
+from comm.wire.transport import use_transport
 from lab.replace import replaced
 
 
@@ -42,7 +42,7 @@ def over(transport: str, cluster: Any, fn: Callable, *args: Any) -> Any:
     """
     is_tcp = transport == "tcp"
     # Ranks of one machine use Unix sockets where they can.
-    elsewhere = replaced("comm.transport.sockets._unix_connection", lambda *_: None)
+    elsewhere = replaced("comm.wire.sockets._unix_connection", lambda *_: None)
     with elsewhere if is_tcp else nullcontext():
         use_transport("sockets" if is_tcp else transport)
         try:

@@ -4,7 +4,8 @@ import torch
 
 from comm.algorithms import ring
 from comm.collectives import all_reduce
-from comm.wire.wire import Transfer, Wire, peer_wire
+from comm.wire.gloo_wire import peer_wire
+from comm.wire.wire import Transfer, Wire
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from comm import collectives
-from comm.transport.streams import transports_of
+from comm.wire.streams import transports_of
 from lab.ranks import run_ranks
 from tests.comm.collective_cases import (
     ALL,

@@ -9,8 +9,8 @@ import torch
 
 from comm import collectives
 from comm.collectives import CommError, all_reduce
-from comm.transport import shared_memory
-from comm.transport.choice import use_transport
+from comm.wire import shared_memory
+from comm.wire.transport import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_while_its_messages_are_on_their_way_is_an_error_and_ne
         collectives.broadcast(x, root=1)
         if cluster.rank == 1:
             x.fill_(7)
-            with replaced("comm.transport.streams.Streams.finish", die):
+            with replaced("comm.wire.streams.Streams.finish", die):
                 all_reduce(x, pattern="flat")
         text = error_text(lambda: all_reduce(x, pattern="flat"))
         return text or f"values {sorted(set(x.tolist()))}"

@@ -7,7 +7,7 @@ import torch
 
 from comm import collectives
 from comm.collectives import PATTERNS
-from comm.transport.choice import use_transport
+from comm.wire.transport import use_transport
 from lab.ranks import run_ranks
 from tests.comm.helpers import error_text, works
 from tests.comm.test_cost import call

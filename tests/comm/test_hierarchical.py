@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from comm import collectives, cost
 from comm.algorithms import hierarchical, pipelined_ring
+from comm.wire.gloo_wire import peer_wire
 from comm.wire.hosts import VARIABLE, hosts_of
-from comm.wire.wire import peer_wire
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import DTYPES, LAYOUTS, REDUCTIONS, Case, run_cases

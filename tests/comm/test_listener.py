@@ -5,7 +5,7 @@ import socket
 import struct
 import time
 
-from comm.transport import sockets
+from comm.wire import sockets
 from lab.replace import replaced
 
 HELLO = struct.Struct("!qq")
@@ -23,7 +23,7 @@ def arrivals(listener: sockets.Listener, seconds: float = 0.2) -> list[sockets.A
 
 def test_strangers_are_not_let_in_and_keep_no_rank_out(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with replaced("comm.transport.sockets._HELLO_SECONDS", 0.02):
+    with replaced("comm.wire.sockets._HELLO_SECONDS", 0.02):
         listener = sockets.Listener(size=4)
         _, port, token = listener.address()
         source, strangers = random.Random(1), []

@@ -30,7 +30,7 @@ POINTS = {
     "before the group forms": "torch.distributed.init_process_group",
     "after the group has formed": "comm.rendezvous.Cluster",
     "before its data is compared": "comm.same_start.data_digest",
-    "before it connects to a peer": "comm.transport.streams.Streams._connect",
+    "before it connects to a peer": "comm.wire.streams.Streams._connect",
     "before a reduction of torch's own": "torch.distributed.all_reduce",
 }
 

@@ -15,9 +15,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from comm.point_to_point import irecv, isend, recv, send
-from comm.transport import shared_memory
-from comm.transport.choice import use_transport
-from comm.transport.streams import transports_of
+from comm.wire import shared_memory
+from comm.wire.streams import transports_of
+from comm.wire.transport import use_transport
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.helpers import error_text

@@ -10,7 +10,7 @@ from comm import collectives
 from comm.algorithms import bruck, hypercube, pairwise, pipelined_ring, ring, sharded_tree, star, tree
 from comm.functions import copy_to_ranks, sum_over_ranks
 from comm.shards import shards_of
-from comm.wire.wire import peer_wire
+from comm.wire.gloo_wire import peer_wire
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

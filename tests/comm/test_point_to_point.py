@@ -8,8 +8,8 @@ import torch
 from comm import collectives, point_to_point
 from comm.cost import Link
 from comm.point_to_point import irecv, isend
-from comm.transport.choice import use_transport
 from comm.wire import slow_link
+from comm.wire.transport import use_transport
 from comm.wire.wire import Wire
 from lab.ranks import RankError, run_ranks
 

@@ -13,7 +13,7 @@ from comm import collectives, rendezvous
 from comm.collectives import CommError
 from comm.membership.settings import refuse_without_kernels
 from comm.script import joined
-from comm.transport.choice import TRANSPORTS, use_transport
+from comm.wire.transport import TRANSPORTS, use_transport
 from lab.launch.interface import open_store
 from lab.ranks import run_ranks
 from tests.comm.places import VARIABLES, free_port, meet, places, set_variables

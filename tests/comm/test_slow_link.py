@@ -8,9 +8,9 @@ import torch
 from comm import cost
 from comm.collectives import all_reduce, barrier, reduce_scatter
 from comm.cost import Link
-from comm.transport.choice import use_transport
 from comm.wire import slow_link
 from comm.wire.groups import own_group
+from comm.wire.transport import use_transport
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.timeline import recorded, start_recording

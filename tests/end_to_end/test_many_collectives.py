@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from comm.transport.choice import CAN_POLL, use_transport
+from comm.wire.transport import CAN_POLL, use_transport
 from lab.ranks import run_ranks
 from tests.comm.collective_cases import OURS, REDUCING, REDUCTIONS, Case, run_case
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from comm import point_to_point
 from comm.collectives import all_reduce
-from comm.wire.native import NativeHandle
+from comm.native import NativeHandle
 from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import RankError
@@ -66,7 +66,7 @@ def test_with_a_future_without_a_device_ddp_reads_gradients_before_they_are_redu
     ],
 )
 def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, test):
-    fails("comm.wire.native.NativeHandle.end", wait_for_nothing, test, "its stream has not waited for that")
+    fails("comm.native.NativeHandle.end", wait_for_nothing, test, "its stream has not waited for that")
 
 
 def test_a_thread_that_does_not_wait_for_what_the_main_thread_has_launched_is_noticed(fails):
@@ -85,7 +85,7 @@ def test_pairs_that_are_connected_at_the_first_message_hang_a_pipeline(fails, mo
     monkeypatch.setenv("FAKE_TIMEOUT", "3")
     test = partial(techniques.test_a_pipeline_equals_one_process, "gpipe", 2, 2)
     connect_none = lambda self, pairs: None  # noqa: E731
-    fails("comm.wire.channels.Channels._connect", connect_none, test, "waits in ncclCommInitRank")
+    fails("comm.channels.Channels._connect", connect_none, test, "waits in ncclCommInitRank")
 
 
 def test_two_ranks_that_post_their_receives_first_hang(fails):
@@ -96,4 +96,4 @@ def test_two_ranks_that_post_their_receives_first_hang(fails):
 
     on_gpus(turn)
     test = lambda: on_gpus(turn, FAKE_TIMEOUT="3")  # noqa: E731
-    fails("comm.wire.wire.Wire.batch", plain_messages, test, "a deadlock")
+    fails("comm.wire.gloo_wire.GlooWire.batch", plain_messages, test, "a deadlock")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.transport import shared_memory
+from comm.wire import shared_memory
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic

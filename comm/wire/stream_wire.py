@@ -9,20 +9,23 @@ its own. A message to a rank that gets a row in a later round of the handshake w
 receiver expects the row first.
 """
 
+import ctypes
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
-from comm.transport.streams import Streams, streams_of
-from comm.wire.wire import Group, Transfer, Wire, bytes_of, check_peer
-from lab.trace.ledger import HEADER, LEDGER
+from comm.errors import CommError
+from comm.wire.groups import Group
+from comm.wire.streams import Streams, message_streams_of, streams_of
+from comm.wire.wire import POINT_TO_POINT, Transfer, Wire
 
 
 class StreamTransfer(Transfer):
     def __init__(
         self, wire: Wire, streams: Streams, tensor: torch.Tensor, peer: int, verb: str, header: bool = False
     ) -> None:
-        super().__init__(wire, None, tensor, peer, verb, header)
+        super().__init__(wire, tensor, peer, verb, header)
         self._streams = streams
         self.done = not tensor.nbytes  # an empty tensor is not sent
 
@@ -31,9 +34,6 @@ class StreamTransfer(Transfer):
             self._wire.finish_handshake()
         if not self.done:
             self._streams.move_until(self, self._peer, self._verb)
-        if self.copy_to is not None:
-            place, self.copy_to = self.copy_to, None
-            place.copy_(self.tensor)
 
 
 class StreamWire(Wire):
@@ -41,7 +41,7 @@ class StreamWire(Wire):
 
     def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
         super().__init__(group, op, pattern)
-        self.streams: Streams = streams_of(group, transport, op, pattern, sequence)
+        self.streams = streams_of(group, transport, op, pattern, sequence)
         self.streams.what = f"{op} ({pattern})"
         self._deferred: list[Callable[[], None]] = []
 
@@ -52,17 +52,13 @@ class StreamWire(Wire):
             for post in deferred:
                 post()
 
-    def _start(self, tensor: torch.Tensor, peer: int, verb: str, header: bool) -> StreamTransfer:
-        check_peer(self.op, self.pattern, self.rank, self.size, peer, verb)
+    def _start(self, tensor: torch.Tensor, peer: int, verb: str, header: bool) -> Transfer:
         transfer = StreamTransfer(self, self.streams, tensor, peer, verb, header)
         if transfer.done:
             return transfer
-        sends = verb == "send to"
-        post = self.streams.post_send if sends else self.streams.post_receive
-        if sends:
-            LEDGER.count(self.op, HEADER if header else self.pattern, tensor.nbytes, axis=self.axis)
+        post = self.streams.post_send if verb == "send to" else self.streams.post_receive
         is_deferred = self.check is not None and not header
-        if is_deferred and sends:
+        if is_deferred and verb == "send to":
             distance = (self.rank - peer) % self.size
             is_deferred = distance > 1 and distance & (distance - 1) == 0  # its row leaves in a later round
         if is_deferred:
@@ -74,3 +70,27 @@ class StreamWire(Wire):
     def finish(self) -> None:
         self.finish_handshake()
         self.streams.finish()
+
+
+class MessageWire(Wire):
+    """A wire for point-to-point messages, which have connections of their own and no handshake."""
+
+    def __init__(self, group: dist.ProcessGroup, transport: str, counted: bool) -> None:
+        super().__init__(group, POINT_TO_POINT, "direct", counted)
+        self._transport = transport
+
+    def _start(self, tensor: torch.Tensor, peer: int, verb: str, header: bool) -> Transfer:
+        if not tensor.is_contiguous():
+            raise CommError(f"{self.op}: call contiguous() on the tensor to {verb} a rank first.")
+        streams = message_streams_of(self.group, self._transport)
+        transfer = StreamTransfer(self, streams, tensor, peer, verb)
+        if not transfer.done:
+            post = streams.post_send if verb == "send to" else streams.post_receive
+            post(peer, bytes_of(tensor), transfer)
+            streams.move_in_background()
+        return transfer
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the tensor's memory. (`numpy()` would keep the storage from being freed.)"""
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")

@@ -14,10 +14,11 @@ from comm import cost
 from comm.algorithms.reduction import divisor_before
 from comm.errors import CommError
 from comm.shards import shards_of
+from comm.wire.gloo_wire import GlooWire
+from comm.wire.groups import Group, axis_of, peer_trouble
 from comm.wire.handshake import SHARDED, Header, exchange_numbers
 from comm.wire.slow_link import LinkDelay
 from comm.wire.staging import In, goes_by_host
-from comm.wire.wire import Group, Wire, axis_of, peer_trouble
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 
@@ -113,7 +114,7 @@ def run_slowly(
     """Run an operation on a simulated link, which carries one at a time, until before `delay.wait()`."""
     if dist.get_backend(group) == "gloo":
         # This message is for the simulated link: on a real one nothing moves before all are ready.
-        wire = Wire(group, header.op, "torch", sequence, counted=False)
+        wire = GlooWire(group, header.op, "torch", sequence, counted=False)
         delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
     _launch(header, group, buffers, parts).end()
     if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread

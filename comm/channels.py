@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from comm.exchange import exchange
-from comm.wire.groups import new_group
-from comm.wire.wire import Group, axis_of, global_ranks, group_of, message_device, name_axis, peer_wire
+from comm.wire.gloo_wire import peer_wire
+from comm.wire.groups import Group, axis_of, global_ranks, group_of, message_device, name_axis, new_group
 
 
 class Channels:

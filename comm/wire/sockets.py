@@ -17,8 +17,8 @@ import struct
 import sys
 from contextlib import suppress
 
-from comm.transport import shared_memory
-from comm.transport.shared_memory import End, OutEnd, Segment
+from comm.wire import shared_memory
+from comm.wire.shared_memory import End, OutEnd, Segment
 from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qq")  # token, rank

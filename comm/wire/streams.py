@@ -26,12 +26,14 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership import liveness
-from comm.transport import shared_memory
-from comm.transport.choice import chosen_transport
-from comm.transport.shared_memory import Done, MemoryIn, MemoryOut, drain, wake
-from comm.transport.sockets import Address, Listener, StreamIn, StreamOut, connect
+from comm.wire import shared_memory
+from comm.wire.gloo_wire import GlooWire
+from comm.wire.groups import Group, global_ranks, group_of, peer_trouble, timeout_of
 from comm.wire.handshake import exchange_numbers
-from comm.wire.wire import Group, Wire, global_ranks, group_of, peer_trouble, timeout_of
+from comm.wire.shared_memory import Done, MemoryIn, MemoryOut, drain, wake
+from comm.wire.sockets import Address, Listener, StreamIn, StreamOut, connect
+from comm.wire.transport import chosen_transport
+from comm.wire.wire import Wire
 from comm.wire.work_queue import COMMUNICATION_THREAD
 
 _SPIN_SECONDS = 3e-4  # to fall asleep and to be woken takes longer than a small message
@@ -425,7 +427,7 @@ def streams_of(group: Group, transport: str, op: str, pattern: str, sequence: in
     if (transport, False) not in made:
         streams = Streams(members, transport)
         streams.what = f"{op} ({pattern})"
-        streams.exchange_addresses(Wire(group, op, pattern, sequence, counted=False))
+        streams.exchange_addresses(GlooWire(group, op, pattern, sequence, counted=False))
         made[transport, False] = streams
     return made[transport, False]
 

@@ -3,13 +3,13 @@
 auto            shared memory where two ranks have it, else sockets
 shared_memory   a ring buffer (shared_memory.py)
 sockets         connections of our own: Unix sockets on one machine, else TCP (sockets.py)
-gloo            gloo's connections and threads (wire/wire.py)
+gloo            gloo's connections and threads (gloo_wire.py)
 """
 
 import select
 
 from comm.errors import CommError
-from comm.transport import shared_memory
+from comm.wire import shared_memory
 
 TRANSPORTS = ("auto", "shared_memory", "sockets", "gloo")
 CAN_POLL = hasattr(select, "poll")  # not on Windows
