@@ -2,15 +2,14 @@
 
                   before          after                        patterns
   broadcast       root: x         all: x                       tree  flat
-  scatter         root: x         rank r: x[r]                 flat  tree
-  gather          rank r: x[r]    root: x[0] x[1] x[2]         flat  tree
-  reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat  pairwise
-  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          ring  pipelined_ring  tree  pairwise
-                                                               bruck
-  reduce_scatter  rank r: x(r)    rank r: part r of the sum    ring  pipelined_ring  tree  pairwise
+  scatter         root: x         rank r: x[r]                 flat
+  gather          rank r: x[r]    root: x[0] x[1] x[2]         flat
+  reduce          rank r: x(r)    root: x(0) + x(1) + x(2)     tree  flat
+  all_gather      rank r: x[r]    all: x[0] x[1] x[2]          ring  pipelined_ring  tree  bruck
+  reduce_scatter  rank r: x(r)    rank r: part r of the sum    ring  pipelined_ring  tree
   all_reduce      rank r: x(r)    all: x(0) + x(1) + x(2)      ring  pipelined_ring  tree  flat
                                                                recursive_doubling  halving_doubling
-                                                               pairwise  hierarchical
+                                                               hierarchical
   all_to_all      rank r: x(r)    rank r: part r of each x     pairwise  bruck
   barrier                         no rank leaves before all have arrived
 
@@ -28,31 +27,19 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from comm import cost, native
-from comm.algorithms import (
-    bruck,
-    hierarchical,
-    hypercube,
-    pairwise,
-    pipelined_ring,
-    ring,
-    sharded_tree,
-    star,
-    tree,
-)
 from comm.algorithms.reduction import check_reduction, divisor_before
 from comm.cost import pattern_for
 from comm.errors import CommError, Mismatch
-from comm.patterns import PATTERNS, chosen_pattern, default_pattern, use_pattern
+from comm.patterns import ALGORITHMS, PATTERNS, chosen_pattern, default_pattern, use_pattern
 from comm.shards import shard_sizes
-from comm.wire import slow_link, streams
+from comm.wire import streams
 from comm.wire.gloo_wire import GlooWire
 from comm.wire.groups import Group, group_of
 from comm.wire.handshake import SHARDED, UNEVEN, Header, HeaderExchange, check_parts, wait_until_all_have_read
@@ -67,23 +54,6 @@ from lab.trace.timeline import span
 __all__ = ["PATTERNS", "chosen_pattern", "default_pattern", "pattern_for", "use_pattern"]
 
 Work = Handle | native.NativeHandle
-FILES: dict[str, ModuleType] = {  # each has an all_gather, and all but bruck have a reduce_scatter
-    "pipelined_ring": pipelined_ring,
-    "ring": ring,
-    "tree": sharded_tree,
-    "pairwise": pairwise,
-    "bruck": bruck,
-}
-ALL_REDUCES = {  # the functions are looked up when they are called, because an exercise may replace them
-    "pipelined_ring": (pipelined_ring, "all_reduce"),
-    "ring": (ring, "all_reduce"),
-    "tree": (tree, "all_reduce"),
-    "flat": (star, "all_reduce"),
-    "recursive_doubling": (hypercube, "recursive_doubling"),
-    "halving_doubling": (hypercube, "halving_doubling"),
-    "pairwise": (pairwise, "all_reduce"),
-    "hierarchical": (hierarchical, "all_reduce"),
-}
 
 
 def broadcast(
@@ -96,10 +66,7 @@ def broadcast(
     """Copy the root's `tensor` to every rank's. All must have the same number of elements, in any shape."""
     pattern = _choose("broadcast", pattern, group, tensor.nbytes, root)
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
-    patterns = {"tree": tree.broadcast, "flat": star.broadcast}
-    return run_collective(
-        header, group, async_op, lambda wire, x: patterns[pattern](wire, x, root), InOut(tensor)
-    )
+    return run_collective(header, group, async_op, [InOut(tensor)], root)
 
 
 def scatter(
@@ -112,19 +79,9 @@ def scatter(
 ) -> Work:
     """Write to each rank's `shard` its part of the root's `full`. The other ranks' `full` is ignored."""
     pattern = _choose("scatter", pattern, group, None, root)
-    full = _at_root("scatter", full, root, group)
-    numel = 0 if full is None else full.numel()
-    header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
-
-    def algorithm(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        if pattern == "flat":
-            star.scatter(wire, shard, full, root)
-        else:
-            wire.finish_handshake()  # it brings `full_numel`, which the root knew
-            sharded_tree.scatter(wire, shard, full, root, wire.full_numel)
-
-    buffers = (Out(shard),) if full is None else (Out(shard), In(full))
-    return run_collective(header, group, async_op, algorithm, *buffers)
+    full = _at_root("scatter", full, shard, root, group)
+    header = Header("scatter", pattern, shard.dtype, root=root, shard=shard.numel(), full=full.numel())
+    return run_collective(header, group, async_op, [Out(shard), In(full)], root)
 
 
 def gather(
@@ -137,19 +94,9 @@ def gather(
 ) -> Work:
     """Write the shards of all ranks, in rank order, to the root's `full`. The others' `full` is ignored."""
     pattern = _choose("gather", pattern, group, None, root)
-    full = _at_root("gather", full, root, group)
-    numel = 0 if full is None else full.numel()
-    header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=numel)
-
-    def algorithm(wire: Wire, shard: torch.Tensor, full: torch.Tensor | None = None) -> None:
-        if pattern == "flat":
-            star.gather(wire, full, shard, root)
-        else:
-            wire.finish_handshake()  # it brings `full_numel`, which the root knew
-            sharded_tree.gather(wire, full, shard, root, wire.full_numel)
-
-    buffers = (In(shard),) if full is None else (In(shard), Out(full))
-    return run_collective(header, group, async_op, algorithm, *buffers)
+    full = _at_root("gather", full, shard, root, group)
+    header = Header("gather", pattern, shard.dtype, root=root, shard=shard.numel(), full=full.numel())
+    return run_collective(header, group, async_op, [Out(full), In(shard)], root)
 
 
 def reduce(
@@ -163,13 +110,10 @@ def reduce(
     """Replace the root's `tensor` by the reduction of all ranks'. The other tensors do not change."""
     pattern = _choose("reduce", pattern, group, tensor.nbytes, root)
     check_reduction(op, tensor.dtype)
-    patterns = {"tree": tree.reduce, "flat": star.reduce, "pairwise": pairwise.reduce}
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, group_of(group).size())
     buffer = InOut(tensor, divisor) if dist.get_rank(group) == root else In(tensor, divisor)
-    return run_collective(
-        header, group, async_op, lambda wire, x: patterns[pattern](wire, x, op, root), buffer
-    )
+    return run_collective(header, group, async_op, [buffer], op, root)
 
 
 def all_gather(
@@ -186,14 +130,7 @@ def all_gather(
     """
     pattern = _choose("all_gather", pattern, group, full.nbytes)
     header = Header("all_gather", pattern, full.dtype, "none", unit, shard.numel(), full.numel())
-    return run_collective(
-        header,
-        group,
-        async_op,
-        lambda wire, f, s: FILES[pattern].all_gather(wire, f, s),
-        Out(full),
-        In(shard),
-    )
+    return run_collective(header, group, async_op, [Out(full), In(shard)])
 
 
 def reduce_scatter(
@@ -211,10 +148,8 @@ def reduce_scatter(
     pattern = _choose("reduce_scatter", pattern, group, full.nbytes)
     check_reduction(op, full.dtype)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
-    buffers = Out(shard), In(full, divisor_before(op, full.dtype, group_of(group).size()))
-    return run_collective(
-        header, group, async_op, lambda wire, s, f: FILES[pattern].reduce_scatter(wire, s, f, op), *buffers
-    )
+    divisor = divisor_before(op, full.dtype, group_of(group).size())
+    return run_collective(header, group, async_op, [Out(shard), In(full, divisor)], op)
 
 
 def all_reduce(
@@ -228,10 +163,8 @@ def all_reduce(
     pattern = _choose("all_reduce", pattern, group, tensor.nbytes)
     check_reduction(op, tensor.dtype)
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
-    buffer = InOut(tensor, divisor_before(op, tensor.dtype, group_of(group).size()))
-    return run_collective(
-        header, group, async_op, lambda wire, x: getattr(*ALL_REDUCES[pattern])(wire, x, op), buffer
-    )
+    divisor = divisor_before(op, tensor.dtype, group_of(group).size())
+    return run_collective(header, group, async_op, [InOut(tensor, divisor)], op)
 
 
 def all_to_all(
@@ -260,20 +193,14 @@ def all_to_all(
             )
     is_even = len({*outs, *ins}) == 1
     header = Header("all_to_all", pattern, full.dtype, shard=ins[0] if is_even else UNEVEN, full=full.numel())
-
-    def algorithm(wire: Wire, out: torch.Tensor, x: torch.Tensor) -> None:
-        if pattern == "bruck":
-            bruck.all_to_all(wire, out, x)
-        else:
-            pairwise.all_to_all(wire, out, x, outs, ins)
-
-    return run_collective(header, group, async_op, algorithm, Out(output), In(full), parts=(outs, ins))
+    arguments = () if pattern == "bruck" else (outs, ins)  # bruck's parts have one size
+    return run_collective(header, group, async_op, [Out(output), In(full)], *arguments, parts=(outs, ins))
 
 
 def barrier(group: Group = None, async_op: bool = False, pattern: str | None = None) -> Work:
     """Wait until every rank has called this. The exchange of headers (wire/handshake.py) does that."""
     pattern = _choose("barrier", pattern, group, None)
-    return run_collective(Header("barrier", pattern, torch.int64), group, async_op, lambda wire: None)
+    return run_collective(Header("barrier", pattern, torch.int64), group, async_op, [])
 
 
 def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, root: int = 0) -> str:
@@ -291,9 +218,12 @@ def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, r
     return pattern
 
 
-def _at_root(op: str, full: torch.Tensor | None, root: int, group: Group) -> torch.Tensor | None:
+def _at_root(
+    op: str, full: torch.Tensor | None, shard: torch.Tensor, root: int, group: Group
+) -> torch.Tensor:
+    """Return the root's `full`, and on the other ranks a tensor without elements."""
     if dist.get_rank(group) != root:
-        return None
+        return shard.new_empty(0)
     if full is None:
         raise CommError(f"{op}: rank {root} is the root and must pass the full tensor.")
     return full
@@ -303,78 +233,77 @@ def run_collective(
     header: Header,
     group: Group,
     async_op: bool,
-    algorithm: Callable[..., None],
-    *buffers: In,
+    buffers: Sequence[In],
+    *arguments: object,
     parts: native.Parts | None = None,
 ) -> Work:
-    """Run `algorithm(wire, *tensors)`, or torch's own operation, when its turn comes; return the handle.
+    """Run an algorithm, or torch's own operation, when its turn comes; return the handle.
 
-    The wire is a StreamWire (shared memory or sockets) or a Wire (gloo's messages). The tensors are flat and
-    in host memory. `header` describes this rank's call, and `parts` are the sizes of an all-to-all. The ranks
-    compare theirs before an algorithm gets its first message, so it may rely on all having called the same.
+    `header` describes this rank's call, and names the algorithm. It is called with a wire, with the tensors
+    of `buffers`, flat and in host memory, and with `arguments`. `parts` are the sizes of an all-to-all.
     """
+    check_dtypes(header, buffers)
+    num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
+    with span(header.op, "launch", lane="launches", bytes=num_bytes) if async_op else nullcontext():
+        if header.pattern == "torch":
+            return native.start(header, group, async_op, buffers, parts)
+        algorithm: Callable[..., None] = ALGORITHMS[header.op][header.pattern]
+        handover, posted = handover_of(buffer.tensor for buffer in buffers), time.perf_counter_ns()
+
+        def take_turn(sequence: int) -> None:
+            how = {"pattern": header.pattern, "bytes": num_bytes}
+            with handover or nullcontext(), span(header.op, "communication", **how):
+                ready = posted if handover is None else time.perf_counter_ns()
+                delay = cost.delay_of(header.op, header.pattern, num_bytes, group, ready)
+                with opened(header, group, sequence, delay, parts) as wire:
+                    tensors = [buffer.to_wire() for buffer in buffers]
+                    algorithm(wire, *tensors, *arguments)
+                    for buffer, tensor in zip(buffers, tensors, strict=True):
+                        buffer.from_wire(tensor)
+                delay.wait()
+
+        return queue_of(group).submit(take_turn, async_op)
+
+
+def check_dtypes(header: Header, buffers: Sequence[In]) -> None:
+    """Raise CommError unless all tensors of a call have one dtype."""
     for buffer in buffers:
         if buffer.tensor.dtype != header.dtype:
             raise CommError(
                 f"{header.op}: the tensors of one call must have one dtype, not {header.dtype} and "
                 f"{buffer.tensor.dtype}."
             )
-    num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
-    launch = span(header.op, "launch", lane="launches", bytes=num_bytes) if async_op else nullcontext()
-    if header.pattern == "torch" and slow_link.current() is None:
-        with launch:
-            return native.start(header, group, async_op, buffers, parts)
-    handover = handover_of(buffer.tensor for buffer in buffers)
-    queue, posted = queue_of(group), time.perf_counter_ns()
-    ranks = group_of(group).size()
-
-    def seconds_on(link: slow_link.Link) -> float:
-        return cost.seconds(*native.charged(header, group), num_bytes, ranks, link)
-
-    def job(sequence: int) -> None:
-        how = {"pattern": header.pattern, "bytes": num_bytes}
-        with handover or nullcontext(), span(header.op, "communication", **how):
-            delay = LinkDelay(queue, posted if handover is None else time.perf_counter_ns(), seconds_on)
-            if header.pattern == "torch":
-                native.run_slowly(header, group, sequence, delay, buffers, parts)
-            else:
-                run(sequence, delay)
-            delay.wait()
-
-    def run(sequence: int, delay: LinkDelay) -> None:
-        try:
-            mine = header._replace(ready=delay.ready) if delay.ready else header
-            wire = _begin(mine, group, sequence, delay, parts)
-            tensors = [buffer.to_wire() for buffer in buffers]
-            algorithm(wire, *tensors)
-            for buffer, tensor in zip(buffers, tensors, strict=True):
-                buffer.from_wire(tensor)
-            wire.finish()
-        except CommError as error:
-            if isinstance(error, Mismatch):
-                wait_until_all_have_read(GlooWire(group, header.op, header.pattern, sequence))
-            streams.forget(group)  # they may be out of step: the next use connects again
-            raise
-
-    with launch:
-        return queue.submit(job, async_op)
 
 
-def _begin(header: Header, group: Group, sequence: int, delay: LinkDelay, parts: native.Parts | None) -> Wire:
-    """Return the wire of an operation, with the headers on their way. Over gloo they have been compared."""
+@contextmanager
+def opened(
+    header: Header, group: Group, sequence: int, delay: LinkDelay, parts: native.Parts | None
+) -> Iterator[Wire]:
+    """Open the wire of an operation: a GlooWire, or a StreamWire over shared memory or sockets.
+
+    The ranks compare their headers before an algorithm gets its first message, so it may rely on all having
+    called the same. Over gloo they have done so here.
+    """
     transport = chosen_transport() if group_of(group).size() > 1 else "gloo"
-    if transport == "gloo":
-        wire: Wire = GlooWire(group, header.op, header.pattern, sequence)
-    else:
-        wire = StreamWire(group, transport, header.op, header.pattern, sequence)
-    headers = HeaderExchange(wire, header)
-    wire.check = lambda: delay.start(headers.finish())
-    # gloo kills a receiver that gets more or fewer bytes than it expects.
-    if transport == "gloo" or parts is not None or not _shard_fits(header, wire):
-        wire.finish_handshake()
-    if parts is not None and not headers.has_even_parts:
-        check_parts(wire, *parts)
-    return wire
+    try:
+        if transport == "gloo":
+            wire: Wire = GlooWire(group, header.op, header.pattern, sequence)
+        else:
+            wire = StreamWire(group, transport, header.op, header.pattern, sequence)
+        headers = HeaderExchange(wire, header._replace(ready=delay.ready) if delay.ready else header)
+        wire.check = lambda: delay.start(headers.finish())
+        # gloo kills a receiver that gets more or fewer bytes than it expects.
+        if transport == "gloo" or parts is not None or not _shard_fits(header, wire):
+            wire.finish_handshake()
+        if parts is not None and not headers.has_even_parts:
+            check_parts(wire, *parts)
+        yield wire
+        wire.finish()
+    except CommError as error:
+        if isinstance(error, Mismatch):
+            wait_until_all_have_read(GlooWire(group, header.op, header.pattern, sequence))
+        streams.forget(group)  # they may be out of step: the next use connects again
+        raise
 
 
 def _shard_fits(header: Header, wire: Wire) -> bool:

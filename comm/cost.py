@@ -16,10 +16,11 @@ from comm.algorithms.hierarchical import ranks_by_host
 from comm.patterns import PATTERNS, chosen_pattern, default_pattern, link_of
 from comm.shards import SEGMENT_BYTES, shard_sizes
 from comm.wire.gloo_wire import peer_wire
-from comm.wire.groups import Group
+from comm.wire.groups import Group, group_of
 from comm.wire.handshake import ROW_BYTES
 from comm.wire.hosts import hosts_of
-from comm.wire.slow_link import Link
+from comm.wire.slow_link import Link, LinkDelay, link_for
+from comm.wire.work_queue import queue_of
 from lab.trace.ledger import Traffic
 
 Hosts = Sequence[int]  # the number of each rank's host; empty if all share one
@@ -58,8 +59,7 @@ def traffic(
 
     def blocks(positions: list[int]) -> Traffic:
         """Return one message for each position: the shards of its subtree."""
-        by_position = sizes[root:] + sizes[:root]
-        numels = [sum(by_position[p : p + (p & -p)]) for p in positions]
+        numels = [sum(sizes[p : p + (p & -p)]) for p in positions]
         return Traffic(sum(numels) * itemsize, sum(size > 0 for size in numels))
 
     others = [r for r in range(ranks) if r != rank]
@@ -73,25 +73,19 @@ def traffic(
             return full(_num_children(position, ranks))
         case "reduce", "flat" | "tree":
             return full(0 if position == 0 else 1)
-        case "reduce", "pairwise":
-            return shards(others, True) + (shards([rank], False) if position != 0 else Traffic())
         case "scatter", "flat":
             return shards(others, False) if position == 0 else Traffic()
-        case "scatter", "tree":
-            return blocks([position + (1 << i) for i in range(_num_children(position, ranks))])
         case "gather", "flat":
             return shards([rank], False) if position != 0 else Traffic()
-        case "gather", "tree":
-            return blocks([position] if position != 0 else [])
-        case "reduce_scatter", "ring" | "pipelined_ring" | "pairwise":
+        case "reduce_scatter", "ring" | "pipelined_ring":
             return shards(others, pattern != "ring")
-        case "all_gather", "pairwise":
-            return shards([rank] * (ranks - 1), False)
         case "all_gather", "ring" | "pipelined_ring":
             return shards(not_the_rights, pattern == "pipelined_ring") if ranks > 1 else Traffic()
-        case "all_gather" | "reduce_scatter", "tree":
-            parts = ("gather", "broadcast") if op == "all_gather" else ("reduce", "scatter")
-            return sum((traffic(part, "tree", numel, itemsize, ranks, rank) for part in parts), Traffic())
+        case "all_gather", "tree":  # a gather to rank 0, and a broadcast
+            return blocks([rank] if rank else []) + full(_num_children(rank, ranks))
+        case "reduce_scatter", "tree":  # a reduce to rank 0, and a scatter
+            children = [rank + (1 << i) for i in range(_num_children(rank, ranks))]
+            return full(1 if rank else 0) + blocks(children)
         case "all_gather", "bruck":
             counts = [min(1 << i, ranks - (1 << i)) for i in range(_log2_up(ranks))]
             numels = [sum((sizes + sizes)[rank : rank + count]) for count in counts]
@@ -105,8 +99,6 @@ def traffic(
         case "all_reduce", "ring" | "pipelined_ring":
             chunks = others + (not_the_rights if ranks > 1 else [])
             return shards(chunks, pattern == "pipelined_ring")
-        case "all_reduce", "pairwise":
-            return shards(others, True) + shards([rank] * (ranks - 1), False)
         case "all_reduce", "flat":
             return full(ranks - 1 if rank == 0 else 1)
         case "all_reduce", "tree":
@@ -142,7 +134,7 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     a = link.alpha
     if n == 1:
         return 0.0
-    if pattern == "pipelined_ring" or (pattern == "pairwise" and op not in ("all_to_all", "reduce")):
+    if pattern == "pipelined_ring":
         pattern = "ring"
     # The two doublings work on a power of two: the other ranks send their tensors before, and get sums after.
     power = 1 << (n.bit_length() - 1)
@@ -153,11 +145,8 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
         ("broadcast", "tree"): log * (a + b),
         ("reduce", "flat"): a + (n - 1) * b,
         ("reduce", "tree"): log * (a + b),
-        ("reduce", "pairwise"): n * a + 2 * (n - 1) / n * b,
         ("scatter", "flat"): a + (n - 1) / n * b,
-        ("scatter", "tree"): log * a + (n - 1) / n * b,
         ("gather", "flat"): a + (n - 1) / n * b,
-        ("gather", "tree"): log * a + (n - 1) / n * b,
         ("all_gather", "ring"): (n - 1) * (a + b / n),
         ("all_gather", "bruck"): log * a + (n - 1) / n * b,
         ("all_gather", "tree"): 2 * log * a + (log + (n - 1) / n) * b,
@@ -175,6 +164,14 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     if (op, pattern) not in predicted:
         raise ValueError(f"There is no formula for {op} with pattern {pattern!r}.")
     return predicted[op, pattern] + log * a  # the headers
+
+
+def delay_of(op: str, pattern: str, num_bytes: int, group: Group, posted: int) -> LinkDelay:
+    """Return the delay that the simulated link adds to a collective that was posted at this time."""
+    queue = queue_of(group)
+    link = link_for(queue)
+    took = 0.0 if link is None else seconds(op, pattern, num_bytes, group_of(group).size(), link)
+    return LinkDelay(queue, posted, took)
 
 
 def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Group = None) -> str:

@@ -4,7 +4,9 @@ The messages of torch cannot be counted from outside. So the ledger adds what th
 send, by its formula, and marks the entry as `by_formula`.
 """
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +16,12 @@ from comm import cost
 from comm.algorithms.reduction import divisor_before
 from comm.errors import CommError
 from comm.shards import shards_of
+from comm.wire import slow_link
 from comm.wire.gloo_wire import GlooWire
 from comm.wire.groups import Group, axis_of, peer_trouble
 from comm.wire.handshake import SHARDED, Header, exchange_numbers
-from comm.wire.slow_link import LinkDelay
-from comm.wire.staging import In, goes_by_host
+from comm.wire.staging import In, goes_by_host, handover_of
+from comm.wire.work_queue import Handle, queue_of
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 
@@ -89,8 +92,10 @@ def _error_of(op: str, future: torch.futures.Future) -> CommError | None:
 
 def start(
     header: Header, group: Group, async_op: bool, buffers: Sequence[In], parts: Parts | None
-) -> NativeHandle:
+) -> NativeHandle | Handle:
     """Start an operation, and without `async_op` wait for its end."""
+    if slow_link.current() is not None:
+        return _start_slowly(header, group, async_op, buffers, parts)
     started, lane = timeline.mark(), "communication" if async_op else None
     handle = _launch(header, group, buffers, parts)
     num_bytes = _numel(header, group) * header.dtype.itemsize
@@ -108,25 +113,38 @@ def start(
     return handle
 
 
-def run_slowly(
-    header: Header, group: Group, sequence: int, delay: LinkDelay, buffers: Sequence[In], parts: Parts | None
-) -> None:
-    """Run an operation on a simulated link, which carries one at a time, until before `delay.wait()`."""
-    if dist.get_backend(group) == "gloo":
-        # This message is for the simulated link: on a real one nothing moves before all are ready.
-        wire = GlooWire(group, header.op, "torch", sequence, counted=False)
-        delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
-    _launch(header, group, buffers, parts).end()
-    if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread
-        torch.cuda.current_stream().synchronize()
+def _start_slowly(
+    header: Header, group: Group, async_op: bool, buffers: Sequence[In], parts: Parts | None
+) -> Handle:
+    """Run an operation on a simulated link, which carries one at a time."""
+    num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
+    handover, posted = handover_of(buffer.tensor for buffer in buffers), time.perf_counter_ns()
+
+    def take_turn(sequence: int) -> None:
+        with (
+            handover or nullcontext(),
+            timeline.span(header.op, "communication", pattern="torch", bytes=num_bytes),
+        ):
+            ready = posted if handover is None else time.perf_counter_ns()
+            delay = cost.delay_of(*_charged(header, group), num_bytes, group, ready)
+            if dist.get_backend(group) == "gloo":
+                # This message is for the simulated link: on a real one nothing moves before all are ready.
+                wire = GlooWire(group, header.op, "torch", sequence, counted=False)
+                delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
+            _launch(header, group, buffers, parts).end()
+            if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread
+                torch.cuda.current_stream().synchronize()
+            delay.wait()
+
+    return queue_of(group).submit(take_turn, async_op)
 
 
-def charged(header: Header, group: Group) -> tuple[str, str]:
+def _charged(header: Header, group: Group) -> tuple[str, str]:
     """Return the operation and the pattern whose time a simulated link takes."""
     op = header.op
-    if header.pattern == "torch" and op == "reduce_scatter" and dist.get_backend(group) == "gloo":
+    if op == "reduce_scatter" and dist.get_backend(group) == "gloo":
         op = "all_reduce"  # gloo's reduce-scatter is an all-reduce and a slice
-    return op, cost.model_of(op, header.pattern)
+    return op, cost.model_of(op, "torch")
 
 
 def _numel(header: Header, group: Group) -> int:
@@ -135,7 +153,8 @@ def _numel(header: Header, group: Group) -> int:
 
 def _launch(header: Header, group: Group, buffers: Sequence[In], parts: Parts | None) -> NativeHandle:
     op, rank, n = header.op, dist.get_rank(group), dist.get_world_size(group)
-    if op in SHARDED and len(buffers) == 2 and header.full != n * header.shard:
+    knows_full = op in ("all_gather", "reduce_scatter") or rank == header.root
+    if op in SHARDED and knows_full and header.full != n * header.shard:
         raise CommError(
             f"{op}: pattern 'torch' needs equal shards, but {header.full} elements on {n} ranks are not "
             f"{header.shard} for each; pad the tensor or take another pattern."
@@ -166,11 +185,13 @@ def _call_torch(header: Header, group: Group, flats: list[Any], parts: Parts | N
         case "broadcast":
             return dist.broadcast(flats[0], group_src=root, **how)
         case "scatter":
-            shard, *full = flats
-            return dist.scatter(shard, shards_of(full[0], n) if full else None, group_src=root, **how)
+            shard, full = flats
+            parts_of_all = shards_of(full, n) if dist.get_rank(group) == root else None
+            return dist.scatter(shard, parts_of_all, group_src=root, **how)
         case "gather":
-            shard, *full = flats
-            return dist.gather(shard, shards_of(full[0], n) if full else None, group_dst=root, **how)
+            full, shard = flats
+            parts_of_all = shards_of(full, n) if dist.get_rank(group) == root else None
+            return dist.gather(shard, parts_of_all, group_dst=root, **how)
         case "all_gather":
             return dist.all_gather_single(*flats, **how)
         case "all_to_all":

@@ -13,11 +13,22 @@ they will find it. MPI's libraries choose by such formulas or by measured tables
 
 import statistics
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from comm.algorithms import (
+    bruck,
+    hierarchical,
+    hypercube,
+    pairwise,
+    pipelined_ring,
+    ring,
+    sharded_tree,
+    star,
+    tree,
+)
 from comm.wire import slow_link
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.groups import Group, group_of, message_device
@@ -27,21 +38,35 @@ from comm.wire.transport import chosen_transport
 from lab.trace.ledger import LEDGER
 from lab.trace.stream_clock import time_when_done
 
-RINGS = ("ring", "pipelined_ring")
-PATTERNS = {
-    "broadcast": ("tree", "flat"),
-    "scatter": ("flat", "tree"),
-    "gather": ("flat", "tree"),
-    "reduce": ("tree", "flat", "pairwise"),
-    "all_gather": (*RINGS, "tree", "pairwise", "bruck"),
-    "reduce_scatter": (*RINGS, "tree", "pairwise"),
-    "all_reduce": (
-        *(*RINGS, "tree", "flat", "recursive_doubling", "halving_doubling"),
-        *("pairwise", "hierarchical"),
-    ),
-    "all_to_all": ("pairwise", "bruck"),
-    "barrier": ("tree",),
+ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {  # the first one of each line is the default
+    "broadcast": {"tree": tree.broadcast, "flat": star.broadcast},
+    "scatter": {"flat": star.scatter},
+    "gather": {"flat": star.gather},
+    "reduce": {"tree": tree.reduce, "flat": star.reduce},
+    "all_gather": {
+        "ring": ring.all_gather,
+        "pipelined_ring": pipelined_ring.all_gather,
+        "tree": sharded_tree.all_gather,
+        "bruck": bruck.all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring.reduce_scatter,
+        "pipelined_ring": pipelined_ring.reduce_scatter,
+        "tree": sharded_tree.reduce_scatter,
+    },
+    "all_reduce": {
+        "ring": ring.all_reduce,
+        "pipelined_ring": pipelined_ring.all_reduce,
+        "tree": tree.all_reduce,
+        "flat": star.all_reduce,
+        "recursive_doubling": hypercube.recursive_doubling,
+        "halving_doubling": hypercube.halving_doubling,
+        "hierarchical": hierarchical.all_reduce,
+    },
+    "all_to_all": {"pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
+    "barrier": {"tree": lambda wire: None},  # the exchange of headers is all
 }
+PATTERNS = {op: tuple(patterns) for op, patterns in ALGORITHMS.items()}
 SMALL_BYTES, RUNS = 4, 9  # of the messages that measure a link
 _chosen: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 _links: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, Link]]" = weakref.WeakKeyDictionary()

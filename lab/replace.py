@@ -1,9 +1,9 @@
 """Replace a function or a class for a while, in this process and in every rank that it starts.
 
 An exercise replaces a part of a lesson with the learner's implementation, and a mutant replaces it with a
-wrong one. The lesson's own tests judge both. `from module import name` copies a reference, so the replacement
-is written to every module that binds the original, not only to the one that defines it, and to the tables of
-modules that have it as a value, such as `SCHEDULES = {"gpipe": gpipe}`.
+wrong one. The lesson's own tests judge both. `from module import name` copies a reference, and so does a
+table of functions. So the replacement is written to every module, and to every table of a module, that has
+the original, not only to the module that defines it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def replaced(path: str, implementation: Any) -> Iterator[None]:
     finally:
         # Modules that were imported in the meantime bind the implementation under the original's name.
         for place, binding in [(owner, name), *_bindings(implementation, path)]:
-            if not any(place is other and binding == key for other, key in own_bindings):
+            if not any(place is own and binding == bound for own, bound in own_bindings):
                 _bind(place, binding, original)
         _active.clear()
         _active.update(before)
@@ -61,29 +61,38 @@ def apply(replacements: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _bind(place: Any, binding: Any, value: Any) -> None:
+def _bind(place: Any, name: Any, value: Any) -> None:
     if isinstance(place, dict):
-        place[binding] = value
+        place[name] = value
     else:
-        setattr(place, binding, value)
+        setattr(place, name, value)
 
 
 def _bindings(value: Any, path: str) -> list[tuple[Any, Any]]:
-    """Return the modules, with the names, and the modules' dicts, with the keys, that have this object.
+    """Return the places that have this object, which belongs to `path`, each with the name it has there.
 
-    It belongs to `path`. Libraries do not have our objects, and reading theirs would copy memory pages that a
-    forked rank shares.
+    A place is the namespace of a module, or a dictionary that a module has at its top level, or one in that.
+
+    Libraries do not bind our objects, and reading theirs would copy memory pages that a forked rank shares.
     """
-    own_package, found = path.partition(".")[0], list[tuple[Any, Any]]()
-    for name, module in list(sys.modules.items()):
-        if (package := name.partition(".")[0]) != own_package and _is_library(package):
-            continue
-        for binding, bound in list(getattr(module, "__dict__", {}).items()):
-            if bound is value:
-                found.append((module, binding))
-            elif type(bound) is dict and not binding.startswith("__"):
-                found += [(bound, key) for key, each in bound.items() if each is value]
-    return found
+    own_package = path.partition(".")[0]
+    return [
+        (place, binding)
+        for name, module in list(sys.modules.items())
+        if (package := name.partition(".")[0]) == own_package or not _is_library(package)
+        for place in _tables(getattr(module, "__dict__", {}))
+        for binding, bound in list(place.items())
+        if bound is value
+    ]
+
+
+def _tables(namespace: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """Yield a module's namespace, its dictionaries, and the dictionaries in those."""
+    yield namespace
+    for name, table in list(namespace.items()):
+        if type(table) is dict and table is not _active and not name.startswith("__"):
+            yield table
+            yield from [inner for inner in list(table.values()) if type(inner) is dict]
 
 
 def _is_library(package: str) -> bool:

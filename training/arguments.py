@@ -128,7 +128,7 @@ class TrainArgs(OtherOptions):
         return {name: value for name in names if (value := getattr(self, name))}
 
 
-ShardPattern = Literal["auto", "ring", "pipelined_ring", "pairwise", "tree", "torch"]  # they also gather
+ShardPattern = Literal["auto", "ring", "pipelined_ring", "tree", "torch"]  # they also gather
 AllReducePattern = Literal[ShardPattern, "flat", "recursive_doubling", "halving_doubling", "hierarchical"]
 
 

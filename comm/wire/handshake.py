@@ -116,7 +116,7 @@ def exchange_numbers(wire: Wire, mine: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class HeaderExchange:
-    """The exchange of headers. It starts when made. `finish()` sets `wire.full_numel`, the largest `full`."""
+    """The exchange of headers. It starts when made."""
 
     def __init__(self, wire: Wire, mine: Header) -> None:
         self._wire, self._mine, self._rows = wire, mine, RowExchange(wire, mine.pack())
@@ -127,9 +127,6 @@ class HeaderExchange:
         Raise Mismatch, which names the ranks, unless the headers fit together.
         """
         rows, op = list(_ROW.iter_unpack(self._rows.finish())), self._mine.op
-        self._wire.full_numel = self._mine.full
-        if op in ("scatter", "gather"):  # only the root knows it
-            self._wire.full_numel = max(full for *_, full, _ in rows)
         calls = {row[:-1] for row in rows}  # without `ready`
         self.has_even_parts = len(calls) == 1 and self._mine.shard != UNEVEN
         # Equal headers fit, unless there are shards of wrong sizes. Comparing numbers first saves time.

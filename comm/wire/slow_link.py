@@ -14,7 +14,7 @@ The simulation cannot make a link faster than the machine is.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,6 +76,13 @@ def slowed(link: Link | None) -> Iterator[None]:
         use(before)
 
 
+def link_for(queue: GroupQueue) -> Link | None:
+    """Return the simulated link for the collectives of a group, or None if they are not slowed down."""
+    if _link is None or not queue.link_users:
+        return None
+    return Link(_link.alpha, _link.beta * queue.link_users)
+
+
 class LinkDelay:
     """The time that one collective takes on the simulated link of its group, if there is one.
 
@@ -83,11 +90,9 @@ class LinkDelay:
     add to the delay of the next operation.
     """
 
-    def __init__(self, queue: GroupQueue, posted: int, seconds_on: Callable[[Link], float]) -> None:
-        self._queue, self._cost, self.ready = queue, 0, 0
-        if _link is not None and queue.link_users:
-            link = Link(_link.alpha, _link.beta * queue.link_users)
-            self._cost, self.ready = int(seconds_on(link) * 1e9), max(posted, queue.link_free_at)
+    def __init__(self, queue: GroupQueue, posted: int, seconds: float) -> None:
+        self._queue, self._cost = queue, int(seconds * 1e9)
+        self.ready = max(posted, queue.link_free_at) if self._cost else 0
         self._start = self.ready
 
     def start(self, ready: int) -> None:

@@ -54,7 +54,6 @@ class Wire:
         self.rank: int = self.group.rank()  # this rank's number in the group, from 0
         self.size: int = self.group.size()  # the number of ranks
         self.op, self.pattern, self.axis = op, pattern, axis_of(self.group)
-        self.full_numel = 0  # elements of the full tensor, of which a rank may know only its own shard
         self.counted = counted
         self.check: Callable[[], None] | None = None  # for `finish_handshake` to call, once
 

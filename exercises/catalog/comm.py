@@ -298,7 +298,6 @@ EXERCISES = (
                                              latencies overlap: alpha + (n-1) B beta
                                   tree       L rounds with the full tensor
                 reduce            flat, tree as a broadcast
-                                  pairwise   a reduce_scatter, pairwise, and a flat gather of the result
                 scatter, gather   flat       n-1 messages of an n-th each; the latencies overlap
                 all_gather        ring       n-1 messages of an n-th, one after another
                 reduce_scatter    ring       the same
@@ -309,9 +308,9 @@ EXERCISES = (
                                              the tensor, and the same number of rounds back
                 all_to_all        pairwise   n-1 messages of an n-th, one after another
 
-            Wherever there is a ring, pipelined_ring and pairwise are patterns, too, and cost as much. If n is
-            no power of two, the two doublings take as long as with the largest power of two below n, and two
-            messages of the full tensor more.
+            Wherever there is a ring, pipelined_ring is a pattern, too, and costs as much. If n is no power of
+            two, the two doublings take as long as with the largest power of two below n, and two messages of
+            the full tensor more.
 
             Before a collective the ranks compare small messages, the headers. Their bytes are ignored. Add
             them once to each collective, also where it is two in sequence: L alpha. Raise ValueError "There

@@ -3,8 +3,10 @@
 import torch
 
 from comm import collectives
-from comm.algorithms import ring, tree
-from comm.collectives import ALL_REDUCES, PATTERNS
+from comm.algorithms import ring, sharded_tree, tree
+from comm.collectives import PATTERNS
+from comm.patterns import ALGORITHMS
+from comm.wire.gloo_wire import peer_wire
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from tests.comm.helpers import short_segments
@@ -92,7 +94,7 @@ def test_a_tree_scatters_to_each_rank_its_own_shard_from_every_root():
         for root in range(cluster.world_size):
             own = torch.empty_like(shards[cluster.rank])
             full = torch.cat(shards) if cluster.rank == root else None
-            collectives.scatter(own, full, root, pattern="tree")
+            sharded_tree.scatter(peer_wire(None), own, full, root, numel=7)
             name = f"shard {cluster.rank}"
             assert_same({name: own}, {name: shards[cluster.rank]}, 0, f"after a scatter from rank {root},")
 
@@ -161,11 +163,11 @@ class LateWire:
 
 def test_an_all_reduce_does_not_change_what_is_still_being_sent():
     with short_segments(32):  # of 4 numbers
-        for name, (file, function) in ALL_REDUCES.items():
+        for name, all_reduce in ALGORITHMS["all_reduce"].items():
             for n in (2, 3, 4, 5) if name != "hierarchical" else ():
                 for rank in range(n):
                     wire = LateWire(rank, n)
-                    getattr(file, function)(wire, torch.arange(21), "sum")
+                    all_reduce(wire, torch.arange(21), "sum")
                     assert not wire.unfinished, f"{name}: rank {rank} of {n} has not waited for a message"
 
 

@@ -254,18 +254,6 @@ def test_pairwise_all_to_all_equals_one_process():
     run_ranks(work, 3)
 
 
-def test_pairwise_all_reduce_equals_one_process():
-    def work(cluster: Cluster) -> None:
-        torch.manual_seed(0)
-        gradients = torch.randn(3, 7).double()
-        # Every rank sends two chunks away, and then its finished chunk, of 2 or 3 numbers, to both others.
-        pairwise.all_reduce(peer_wire(None), mine := gradients[cluster.rank].clone(), "sum")
-        torch.testing.assert_close(mine, gradients.sum(dim=0), rtol=1e-9, atol=1e-12)
-        assert LEDGER.total() == Traffic((10 if cluster.rank == 0 else 9) * 8, 4)
-
-    run_ranks(work, 3)
-
-
 def test_bruck_all_gather_equals_one_process():
     def work(cluster) -> None:
         # One process has 12 numbers. Five ranks have shards of 3, 3, 2, 2 and 2 numbers of them.

@@ -12,7 +12,7 @@ from comm.cost import Link
 COMM = Path(cost.__file__).parent
 README = (COMM / "README.md").read_text()
 RING = ("pipelined_ring",)  # as ring, in segments
-IF_POWER_OF_TWO = (("gather", "tree"), ("reduce_scatter", "tree"))  # bytes, as the README says
+IF_POWER_OF_TWO = (("reduce_scatter", "tree"),)  # bytes, as the README says
 ALL_IF_POWER_OF_TWO = ("recursive_doubling", "halving_doubling", ("all_to_all", "bruck"))
 LINK = Link(alpha=3e-5, beta=1e-9)
 ROWS = [

@@ -1,8 +1,10 @@
 import pytest
 
 import comm.algorithms.pipelined_ring
+import comm.algorithms.ring
 import comm.collectives
 import comm.cost
+import comm.patterns
 import comm.shards
 from lab import replace
 from lab.ranks import run_ranks
@@ -28,6 +30,16 @@ def test_a_function_is_replaced_in_a_modules_table_of_functions_too():
     with replaced("pipeline_parallel.schedules.gpipe", lambda stages, microbatches: table):
         assert table_of("gpipe", 2, 3) is table
     assert table_of("gpipe", 2, 3) == gpipe(2, 3) != table
+
+
+def test_a_function_is_replaced_in_the_tables_of_a_module_too():
+    def nothing(wire, tensor, op) -> None: ...
+
+    ring = comm.algorithms.ring
+    original = ring.all_reduce
+    with replaced("comm.algorithms.ring.all_reduce", nothing):
+        assert comm.patterns.ALGORITHMS["all_reduce"]["ring"] is ring.all_reduce is nothing
+    assert comm.patterns.ALGORITHMS["all_reduce"]["ring"] is ring.all_reduce is original
 
 
 def test_what_is_replaced_here_is_replaced_in_every_rank():
