@@ -1,4 +1,4 @@
-"""Send messages through memory that two ranks of a machine share: a ring buffer in a segment.
+"""Send messages through memory that two ranks of a machine share: a ring buffer.
 
       sender ──copy──► ring buffer ──copy──► receiver
 
@@ -54,7 +54,7 @@ def fence() -> None:
         pass
 
 
-class Segment:
+class RingBuffer:
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _SIZE)  # which keeps a descriptor of its own
         self._view = memoryview(self._memory)
@@ -67,16 +67,16 @@ class Segment:
         self._memory.close()
 
 
-def create() -> tuple[Segment, int]:
-    """Return a segment and its descriptor, which the caller closes. Raise CommError without memory."""
+def create() -> tuple[RingBuffer, int]:
+    """Return a ring buffer and its descriptor, which the caller closes. Raise CommError without memory."""
     descriptor = os.memfd_create("workbook", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, _SIZE)  # else a full memory would end the process at the first use
-        return Segment(descriptor), descriptor
+        return RingBuffer(descriptor), descriptor
     except OSError as error:
         os.close(descriptor)
         raise CommError(
-            f"There is not enough memory for a shared segment of {_SIZE} bytes ({error.strerror}); "
+            f"There is not enough memory for a ring buffer of {_SIZE} bytes ({error.strerror}); "
             "free some, or use another transport."
         ) from error
 
@@ -88,23 +88,23 @@ class Done(Protocol):
 
 
 class End:
-    def __init__(self, end: socket.socket, segment: Segment | None = None) -> None:
-        self.socket, self._segment = end, segment
+    def __init__(self, end: socket.socket, buffer: RingBuffer | None = None) -> None:
+        self.socket, self._buffer = end, buffer
 
     def sleep(self, sleeps: bool) -> None:
         """Tell the peer whether this rank has to be woken. (The kernel does that for a socket.)"""
 
     def close(self) -> None:
         self.socket.close()
-        if self._segment is not None:
-            self._segment.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
 
 class OutEnd(End):
     """The end into which this rank sends its messages, in the order of `post`."""
 
-    def __init__(self, end: socket.socket, segment: Segment | None = None) -> None:
-        super().__init__(end, segment)
+    def __init__(self, end: socket.socket, buffer: RingBuffer | None = None) -> None:
+        super().__init__(end, buffer)
         self._queue: deque[tuple[memoryview, Done]] = deque()
 
     @property
@@ -116,9 +116,9 @@ class OutEnd(End):
 
 
 class MemoryOut(OutEnd):
-    def __init__(self, end: socket.socket, segment: Segment) -> None:
-        super().__init__(end, segment)
-        self._words, self._ring = segment.words, segment.ring
+    def __init__(self, end: socket.socket, buffer: RingBuffer) -> None:
+        super().__init__(end, buffer)
+        self._words, self._ring = buffer.words, buffer.ring
         self._head = self._num_taken = 0
 
     def push(self) -> bool:
@@ -155,18 +155,18 @@ class MemoryOut(OutEnd):
 
 
 class MemoryIn(End):
-    def __init__(self, end: socket.socket, segment: Segment) -> None:
-        super().__init__(end, segment)
-        self._words, self._ring = segment.words, segment.ring
+    def __init__(self, end: socket.socket, buffer: RingBuffer) -> None:
+        super().__init__(end, buffer)
+        self._words, self._ring = buffer.words, buffer.ring
         self._tail = 0
 
-    def receive(self, into: memoryview) -> int:
-        """Fill the beginning of `into` with the next bytes of a message. Return how many, 0 for none yet."""
-        num_bytes = min(self._words[HEAD] - self._tail, len(into))
+    def receive(self, data: memoryview) -> int:
+        """Fill the beginning of `data` with the next bytes of a message. Return how many, 0 for none yet."""
+        num_bytes = min(self._words[HEAD] - self._tail, len(data))
         if not num_bytes:
             return 0
         fence()  # read the bytes only after the counter
-        read_from_ring(self._ring, self._tail, into[:num_bytes])
+        read_from_ring(self._ring, self._tail, data[:num_bytes])
         self._tail += num_bytes
         fence()  # the bytes are read before the sender may write there again
         self._words[TAIL] = self._tail
@@ -195,13 +195,13 @@ def write_to_ring(ring: memoryview, position: int, data: memoryview) -> None:
         ring[: len(data) - first] = data[first:]
 
 
-def read_from_ring(ring: memoryview, position: int, into: memoryview) -> None:
-    """Fill `into` with bytes of a ring buffer. `position` counts all the bytes before them."""
+def read_from_ring(ring: memoryview, position: int, data: memoryview) -> None:
+    """Fill `data` with bytes of a ring buffer. `position` counts all the bytes before them."""
     start = position % RING_BYTES
-    first = min(len(into), RING_BYTES - start)
-    into[:first] = ring[start : start + first]
-    if first < len(into):
-        into[first:] = ring[: len(into) - first]
+    first = min(len(data), RING_BYTES - start)
+    data[:first] = ring[start : start + first]
+    if first < len(data):
+        data[first:] = ring[: len(data) - first]
 
 
 def wake(end: socket.socket) -> None:

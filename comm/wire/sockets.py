@@ -18,14 +18,16 @@ import sys
 from contextlib import suppress
 
 from comm.wire import shared_memory
-from comm.wire.shared_memory import End, OutEnd, Segment
+from comm.wire.shared_memory import End, OutEnd, RingBuffer
 from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qq")  # token, rank
 _HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
 _MOST_AT_ONCE = 8  # messages that one call gives to the kernel
 Address = tuple[int, int, int]  # IPv4 address, port (0 if there is none), token
-Arrival = tuple[int, socket.socket, Segment | None]  # None: the messages of this rank go through its socket
+Arrival = tuple[
+    int, socket.socket, RingBuffer | None
+]  # None: the messages of this rank go through its socket
 
 
 class Listener:
@@ -76,7 +78,7 @@ class Listener:
             if token != self._token or not 0 <= rank < self._size:
                 return None
             end.setblocking(False)
-            return rank, end, Segment(descriptors[0]) if descriptors else None
+            return rank, end, RingBuffer(descriptors[0]) if descriptors else None
         except (OSError, struct.error):
             return None
         finally:
@@ -88,14 +90,16 @@ class Listener:
             listening.close()
 
 
-def connect(address: Address, rank: int, seconds: float, share: bool) -> tuple[socket.socket, Segment | None]:
+def connect(
+    address: Address, rank: int, seconds: float, share: bool
+) -> tuple[socket.socket, RingBuffer | None]:
     """Connect to the listener at `address`, as `rank`. Raise OSError after that many `seconds`.
 
-    On the same machine `share` makes a segment, too. It does not wait until the other rank accepts: the
+    On the same machine `share` makes a ring buffer, too. It does not wait until the other rank accepts: the
     system of that rank completes the connection.
     """
     host, port, token = address
-    connection, segment = _unix_connection(token, seconds), None
+    connection, buffer = _unix_connection(token, seconds), None
     hello = _HELLO.pack(token, rank)
     if connection is None:
         place = socket.inet_ntoa(struct.pack("!I", host)), port
@@ -103,13 +107,13 @@ def connect(address: Address, rank: int, seconds: float, share: bool) -> tuple[s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(hello)
     elif share:
-        segment, descriptor = shared_memory.create()
+        buffer, descriptor = shared_memory.create()
         socket.send_fds(connection, [hello], [descriptor])
         os.close(descriptor)
     else:
         connection.sendall(hello)
     connection.setblocking(False)
-    return connection, segment
+    return connection, buffer
 
 
 def _unix_connection(token: int, seconds: float) -> socket.socket | None:
@@ -175,9 +179,9 @@ class StreamIn(End):
         super().__init__(end)
         self._unconfirmed = 0
 
-    def receive(self, into: memoryview) -> int:
+    def receive(self, data: memoryview) -> int:
         try:
-            received = self.socket.recv_into(into)
+            received = self.socket.recv_into(data)
         except BlockingIOError:
             return 0
         if not received:

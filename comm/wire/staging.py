@@ -33,21 +33,21 @@ class In:
 
     def flat(self, by_host: bool) -> torch.Tensor:
         """Return the tensor flat and contiguous, as a view if it can be, and by host if asked."""
-        x = self.tensor.detach()
-        if by_host or x.is_conj() or x.is_neg() or not x.is_contiguous():
-            x = (x.to("cpu") if by_host else x).resolve_conj().resolve_neg().contiguous()
-        return x.as_strided((x.numel(),), (1,))  # a tensor of one element may have any stride
+        tensor = self.tensor.detach()
+        if by_host or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+            tensor = (tensor.to("cpu") if by_host else tensor).resolve_conj().resolve_neg().contiguous()
+        return tensor.as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any stride
 
-    def from_wire(self, wired: torch.Tensor) -> None:
+    def from_wire(self, flat: torch.Tensor) -> None:
         pass
 
 
 class InOut(In):
     """A tensor that a collective reads and writes."""
 
-    def from_wire(self, wired: torch.Tensor) -> None:
-        if wired.data_ptr() != self.tensor.data_ptr():
-            self.tensor.detach().copy_(wired.view(self.tensor.shape))
+    def from_wire(self, flat: torch.Tensor) -> None:
+        if flat.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(flat.view(self.tensor.shape))
 
 
 class Out(InOut):

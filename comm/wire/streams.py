@@ -98,10 +98,10 @@ class Peer:
             self.unconfirmed.popleft().done = True
         if self.incoming is None or not self.posted:
             return confirmed > 0
-        into, transfer = self.posted[0]
-        got = self.incoming.receive(into[self._filled :] if self._filled else into)
+        data, transfer = self.posted[0]
+        got = self.incoming.receive(data[self._filled :] if self._filled else data)
         self._filled += got
-        if self._filled == len(into):
+        if self._filled == len(data):
             self.posted.popleft()
             self._filled, transfer.done = 0, True
             if isinstance(transfer, Frame):
@@ -176,13 +176,13 @@ class Streams:
             peer.unsent.append((data, transfer))
             self._talk_to(peer, "send to")
 
-    def post_receive(self, src: int, into: memoryview, transfer: Done) -> None:
+    def post_receive(self, src: int, data: memoryview, transfer: Done) -> None:
         with self._lock:
             peer = self._peers[src]
             if self.has_frames:
-                frame = Frame(len(into), peer)
+                frame = Frame(len(data), peer)
                 peer.posted.append((frame.data, frame))
-            peer.posted.append((into, transfer))
+            peer.posted.append((data, transfer))
             # A receiver connects as well: so it sees that the sender has died, even before it has sent.
             self._talk_to(peer, "receive from")
 
@@ -237,9 +237,9 @@ class Streams:
 
     def _connect(self, peer: Peer) -> StreamOut | MemoryOut:
         assert peer.address is not None
-        connection, segment = connect(peer.address, self.rank, self._timeout, share=self._is_local)
-        if segment is not None:
-            return MemoryOut(connection, segment)
+        connection, buffer = connect(peer.address, self.rank, self._timeout, share=self._is_local)
+        if buffer is not None:
+            return MemoryOut(connection, buffer)
         if self.transport == "shared_memory":
             connection.close()
             raise CommError(
@@ -391,9 +391,9 @@ class Streams:
             shared_memory.fence()
 
     def _accept(self) -> None:
-        for rank, connection, segment in self._listener.accept():
+        for rank, connection, buffer in self._listener.accept():
             self._peers[rank].incoming = (
-                StreamIn(connection) if segment is None else MemoryIn(connection, segment)
+                StreamIn(connection) if buffer is None else MemoryIn(connection, buffer)
             )
 
     def close(self) -> None:
