@@ -8,7 +8,8 @@ empty. An empty shard is never sent.
 import torch
 
 # Small enough that a rank adds one segment while it receives the next, and large enough that the latency of a
-# message is small beside the time of its payload: below 256 KiB gloo slows down.
+# message is small beside the time of its payload: below 256 KiB gloo slows down. Through shared memory an
+# all-reduce of 4 or 16 MiB took 1.5 to 2.1 times as long with 256 KiB, on 4 ranks of 2 cores.
 SEGMENT_BYTES = 1 << 20
 
 

@@ -26,7 +26,10 @@ from typing import Protocol
 
 from comm.errors import CommError
 
-RING_BYTES = 1 << 20  # so much stays in a core's cache between the two copies
+# So much stays in a core's cache between the two copies: with 4 MiB an all-reduce of 1 to 16 MiB took 1.8
+# to 2.8 times as long on 2 ranks of 2 cores. With 256 KiB it took 1.1 to 2 times as long on 4 ranks, and
+# less on 2.
+RING_BYTES = 1 << 20
 _HEADER_BYTES = 128
 _SIZE = _HEADER_BYTES + RING_BYTES
 # Words of 8 bytes. The sender writes those of the first 64 bytes, the receiver those of the next 64: what one

@@ -23,7 +23,7 @@ from lab.launch.interface import own_address
 
 _HELLO = struct.Struct("!qq")  # token, rank
 _HELLO_SECONDS = 2.0  # for which a rank waits for the hello of a connection
-_MOST_AT_ONCE = 8  # messages that one call gives to the kernel
+_MOST_AT_ONCE = 8  # messages in one call of the kernel: with 1, 64 of 256 bytes took 1.2 times as long
 Address = tuple[int, int, int]  # IPv4 address, port (0 if there is none), token
 Arrival = tuple[
     int, socket.socket, RingBuffer | None

@@ -37,8 +37,6 @@ class StreamTransfer(Transfer):
 
 
 class StreamWire(Wire):
-    receives_ahead = 2  # segments whose receives are posted at a time: the others wait in the stream
-
     def __init__(self, group: Group, transport: str, op: str, pattern: str, sequence: int) -> None:
         super().__init__(group, op, pattern)
         self.streams = streams_of(group, transport, op, pattern, sequence)
