@@ -51,7 +51,7 @@ from torch import Tensor
 
 from comm.collectives import Group
 from comm.exchange import exchange, naming_a_lost_rank, on_all, on_main
-from comm.wire.wire import timeout_of
+from comm.wire.groups import timeout_of
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
