@@ -8,7 +8,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
 from training.arguments import TrainArgs
-from training.old_run import Run
+from training.run import Run
 
 
 def main(cluster: Cluster, args: TrainArgs) -> None:
@@ -17,15 +17,12 @@ def main(cluster: Cluster, args: TrainArgs) -> None:
     run = Run(cluster, args, "vanilla")
     model = run.model()
     optimizer = run.optimizer(model)
-    for step in range(args.steps):
-        x, y = run.batch(step)
-        with run.step() as record:
-            optimizer.zero_grad()
-            loss = loss_of(model(x), y)
-            loss.backward()
-            optimizer.step()
-            record.loss = loss
-        run.evaluate(step, model)
+    for x, y in run.batches(model, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        optimizer.step()
+        run.record(loss)
     run.finish(model)
 
 

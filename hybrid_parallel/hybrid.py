@@ -43,7 +43,6 @@ from hybrid_parallel.sizes import refuse_sizes
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig, loss_of
 from lab.models.text import microbatches
-from lab.trace.timeline import span
 from low_communication.train_compressed import CompressedDataParallel
 from low_communication.train_local_sgd import LocalSGD
 from pipeline_parallel.pipeline import Pipeline
@@ -156,6 +155,14 @@ class HybridParallel(nn.Module):
             return count_valid(y) / self.sizes.context
         return valid_targets(y, self.mesh.data, self.pattern) / self.sizes.context
 
+    def share_of(self, num_targets: float) -> float | None:
+        """Return what `valid_targets` does, from the mean over all ranks; None where replicas train alone."""
+        return None if self.local is not None else num_targets / self.sizes.context
+
+    def observed(self) -> list[tuple[nn.Module, Any]]:
+        """Return the modules whose forwards Run records: in a pipeline none, as its executor records them."""
+        return [] if self.pipeline is not None else [(self.module, None)]
+
     def backward(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> Tensor:
         """Compute the gradients of this replica's batch, complete them, and return the replica's mean loss.
 
@@ -234,10 +241,8 @@ class HybridParallel(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         for i, (part, targets) in enumerate(parts):
             with contextlib.nullcontext() if i == len(parts) - 1 else self._no_sync():
-                with span("forward", "forward"):
-                    loss = self.loss_of(self.module(part), targets, num_targets)
-                with span("backward", "backward"):
-                    loss.backward()
+                loss = self.loss_of(self.module(part), targets, num_targets)
+                loss.backward()
             total += loss.detach()
         return total
 

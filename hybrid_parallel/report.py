@@ -27,15 +27,16 @@ from training.run import Run
 class AxesReport:
     """Keeps what this rank should send along each axis in the steps of a run, for the rows of its report."""
 
-    def __init__(self, run: Run, hybrid: HybridParallel, is_clipped: bool, counts_targets: bool) -> None:
-        self._run, self._hybrid, self._how = run, hybrid, (is_clipped, counts_targets)
+    def __init__(self, run: Run, hybrid: HybridParallel, is_clipped: bool) -> None:
+        self._run, self._hybrid, self._is_clipped = run, hybrid, is_clipped
         self._expected: ByAxis = dict.fromkeys(AXES, Traffic())
 
-    def expect_step(self) -> None:
-        """Add what this rank should send in a step such as the last one."""
-        for axis, traffic in traffic_of_axes(self._hybrid, *self._how).items():
+    def of_step(self) -> Traffic:
+        """Return what this rank should send in a step such as the last one, along all axes."""
+        by_axis = traffic_of_axes(self._hybrid, self._is_clipped)
+        for axis, traffic in by_axis.items():
             self._expected[axis] += traffic
-            self._run.expect_traffic(traffic, with_loss=False)
+        return sum(by_axis.values(), Traffic())
 
     def rows(self) -> dict[str, Any]:
         """Return the sizes, what each rank sent and should have, and the figures of experts.

@@ -6,9 +6,9 @@
     data       zero 0   all-reduce of the gradients                              train_bucket_overlap.py
                compress the same, with fewer bytes                               compressors.py
                sync_every  after so many steps an all-reduce of the parameters   train_local_sgd.py
-               zero 1   reduce-scatter of the gradients, all-gather of the       ShardedOptimizer
+               zero 1   reduce-scatter of the gradients, all-gather of the       ZeroOptimizer
                         parameters
-               zero 2   the same, with m reduce-scatters                         ShardedOptimizer
+               zero 2   the same, with m reduce-scatters                         ZeroOptimizer
                zero 3   m reduce-scatters, 2 m all-gathers                       ShardedModule
                experts  for each microbatch and block an all-gather of counts    expected_traffic.py
     context    for each microbatch and block keys and values, and their          expected_traffic.py
@@ -20,8 +20,8 @@
 
 Replicas that differ along the context axis average gradients, too, so this counts for the data axis. What is
 sent to and from experts depends on the router's choices: it is that of the last step. m is the number of
-microbatches. The loss is one number along pipeline and data, the norm for clipping one along each axis whose
-ranks have different gradients. comm/cost.py says what each of a pattern's collectives sends.
+microbatches. The norm for clipping is one number along each axis whose ranks have different gradients.
+comm/cost.py says what each of a pattern's collectives sends.
 """
 
 from collections.abc import Iterator
@@ -43,19 +43,12 @@ ByAxis = dict[str, Traffic]
 AXES = (*mesh.AXES, "expert")
 
 
-def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool, counts_targets: bool = False) -> ByAxis:
-    """Return what this rank sends along each axis in a step such as the last one.
-
-    With `counts_targets` replicas tell each other how many valid targets they have.
-    """
+def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
+    """Return what this rank sends along each axis in a step such as the last one."""
     groups = hybrid.mesh
-    numbers = 1 + is_clipped  # the loss, the norm
     by_axis = {
-        "pipeline": _of_numbers(numbers, groups.pipeline),
-        "data": _of_data(hybrid, is_clipped)
-        + _of_counts(hybrid)
-        + _of_numbers(hybrid.are_equal, groups.replicas)
-        + _of_numbers(counts_targets and hybrid.local is None, groups.data),
+        "pipeline": _of_numbers(is_clipped, groups.pipeline),
+        "data": _of_data(hybrid, is_clipped) + _of_counts(hybrid),
         "context": _of_context(hybrid),
         "expert": Traffic(),
         "tensor": _of_tensor(hybrid)

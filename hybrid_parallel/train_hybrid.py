@@ -36,8 +36,7 @@ from hybrid_parallel.report import AxesReport, drawn_traffic
 from hybrid_parallel.sizes import refuse_sizes
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
-from lab.trace.timeline import span
-from training.old_run import Run
+from training.run import Run
 
 
 def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, HybridParallel]:
@@ -54,7 +53,7 @@ def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, Hybri
     experts = None if moe is None else Experts(moe, args.aux_weight, args.seed)
     mesh = Mesh(cluster, sizes)
     hybrid = HybridParallel(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
-    sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None, args.ignore_first > 0))
+    sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None))
     if cluster.is_main and not args.json:
         print("\n".join([drawn(sizes), "", sent]), flush=True)
     return run, hybrid
@@ -73,24 +72,16 @@ def train(
     **more_rows: Any,
 ) -> None:
     """Train to the end, from the last checkpoint if the arguments say so, and report."""
-    axes = AxesReport(run, hybrid, args.clip is not None, args.ignore_first > 0)
-    with run.checkpointing(hybrid, hybrid.optimizer) as first:
-        for step in range(first, args.steps):
-            before_step(step)
-            x, y = run.batch(step)
-            with run.step() as record:
-                hybrid.optimizer.zero_grad()
-                loss = hybrid.backward(x, y, hybrid.valid_targets(y) if args.ignore_first else None)
-                if args.clip is not None:
-                    hybrid.clip_grad_norm_(args.clip)
-                with span("step", "optimizer"):
-                    hybrid.optimizer.step()
-                hybrid.after_step(is_last=step + 1 == args.steps)
-                record.loss = hybrid.mean_loss(loss)
-            axes.expect_step()
-            run.evaluate(step, hybrid)
-            run.save_if_due(step)
-            run.stop_if_asked(step)
+    axes = AxesReport(run, hybrid, args.clip is not None)
+    for x, y in run.batches(hybrid, hybrid.optimizer):
+        before_step(run.current_step - 1)
+        hybrid.optimizer.zero_grad()
+        loss = hybrid.backward(x, y, hybrid.share_of(run.num_targets) if args.ignore_first else None)
+        if args.clip is not None:
+            hybrid.clip_grad_norm_(args.clip)
+        hybrid.optimizer.step()
+        hybrid.after_step(is_last=run.current_step == args.steps)
+        run.record(loss, traffic=axes.of_step())
     run.finish(hybrid, **axes.rows(), **more_rows)
 
 

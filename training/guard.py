@@ -69,8 +69,7 @@ _guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary(
 
 def is_watchable(wrapper: object) -> bool:
     """Return whether this model or optimizer averages gradients over ranks in a method of its own."""
-    sends = hasattr(wrapper, "finish_gradient_sync") and not hasattr(wrapper, "stages")
-    return sends and not hasattr(wrapper, "_guard")
+    return hasattr(wrapper, "finish_gradient_sync") and not hasattr(wrapper, "stages")
 
 
 def watch(wrapper: Watched) -> Watched:

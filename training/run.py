@@ -21,10 +21,12 @@ together; a plain module needs none of them.
     evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
                                       rank counts it (training/evaluation.py)
     observed()                        the modules whose forwards and backwards are recorded, if not itself
+    mean_loss(loss)                   the mean over ranks, if it is not that of all ranks that have a loss
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +147,7 @@ class Run:
         """Return the optimizer of --optimizer, or AdamW; under the metronome one that takes no time."""
         if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
+        optimizer_class: Any
         optimizer_class, options, _ = OPTIMIZERS[self._args.optimizer]
         return optimizer_class(model.parameters(), lr=self._args.lr, **options)
 
@@ -169,7 +172,7 @@ class Run:
             meter = self._begin()
             for step in range(self._resuming.first_step, self._args.steps):
                 x, y = self._next_batch(step)
-                with meter.step(self._mean_loss) as self._record:
+                with meter.step(partial(self._mean_loss, model)) as self._record:
                     yield x, y
                 self._record = StepRecord()  # frees the graph of the loss
                 timeline.settle()
@@ -242,20 +245,23 @@ class Run:
         """Return whether the ranks communicate at the end of this step."""
         return done % self._args.sync_every == 0 or done == self._args.steps
 
-    def _mean_loss(self, loss: Any) -> Tensor | None:
+    def _mean_loss(self, model: Any, loss: Any) -> Tensor | None:
         """Return the mean over the ranks that have a loss; between two rounds of a lesson this rank's own."""
         if self._tick is not None:
             return None  # the metronome computes nothing
         done, is_alone = self.current_step - 1, not self._args.averages_losses
         if not self._communicates(done) or (is_alone and done < self._args.steps):
             return loss
-        sum_and_number = torch.zeros(2, device=self._cluster.device)
-        if loss is not None:
-            sum_and_number[0], sum_and_number[1] = loss, 1
-        all_reduce(sum_and_number, pattern=self.pattern)
-        if not sum_and_number[1]:
-            raise WorkbookError("No rank has a loss of this step: call run.record(loss) in the loop.")
-        mean = sum_and_number[0] / sum_and_number[1]
+        if loss is not None and hasattr(model, "mean_loss"):
+            mean = model.mean_loss(loss)
+        else:
+            sum_and_number = torch.zeros(2, device=self._cluster.device)
+            if loss is not None:
+                sum_and_number[0], sum_and_number[1] = loss, 1
+            all_reduce(sum_and_number, pattern=self.pattern)
+            if not sum_and_number[1]:
+                raise WorkbookError("No rank has a loss of this step: call run.record(loss) in the loop.")
+            mean = sum_and_number[0] / sum_and_number[1]
         if not self._args.allow_nonfinite and not mean.isfinite():
             raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean

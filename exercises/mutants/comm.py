@@ -58,7 +58,7 @@ mutant(
 mutant(
     "group_waits_half_an_hour",
     "A rank waits for half an hour in a group of the user's, although the job's own gives up after seconds.",
-    target="comm.wire.gloo_wire.wait_for",
+    target="comm.wire.groups.wait_for",
     changes={"work.wait(timeout_of(group))": "work.wait()"},
     killer="tests/hybrid_parallel/test_mesh.py::test_a_rank_gives_up_in_any_group_after_the_jobs_timeout",
     symptom="One rank hangs, and the others notice it only after half an hour, whatever OP_TIMEOUT says.",
