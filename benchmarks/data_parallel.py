@@ -45,7 +45,7 @@ from lab.trace.gantt import Event
 from lab.trace.metronome import metronome_of
 from lab.trace.overlap import overlap_of
 from low_communication.train_compressed import CompressedDataParallel
-from training.predict import median_step_seconds
+from training.predict import observed_step, step_seconds
 from zero import train_fsdp
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
@@ -69,7 +69,6 @@ def replicas(
     name: str,
     model: GPT,
     batch: Batch,
-    pattern: str | None = None,
     bucket_mb: float | None = 4.0,
     optimizer_class: type[Optimizer] = AdamW,
     by_comm: bool = False,
@@ -81,7 +80,7 @@ def replicas(
     device, lr = next(model.parameters()).device, 1e-3
     if name in ("zero1", "zero2"):
         sharded = ZeroOptimizer if name == "zero1" else ZeroGradientOptimizer
-        options = {"pattern": pattern, "bucket_mb": bucket_mb, "lr": lr}
+        options = {"bucket_mb": bucket_mb, "lr": lr}
         return Training(model, sharded(model.parameters(), optimizer_class, **options), batch)
     wrapped: nn.Module = model
     if name == "ddp":
@@ -102,12 +101,12 @@ def replicas(
         for part in (*model.blocks, model):
             fully_shard(part, mesh=mesh)
     elif name == "bucket_overlap":
-        wrapped = BucketDataParallel(model, pattern=pattern, bucket_mb=bucket_mb or 1.0)
+        wrapped = BucketDataParallel(model, bucket_mb=bucket_mb or 1.0)
     elif name == "powersgd":
-        wrapped = CompressedDataParallel(model, "powersgd", pattern=pattern, bucket_mb=bucket_mb or 1.0)
+        wrapped = CompressedDataParallel(model, "powersgd", bucket_mb=bucket_mb or 1.0)
     else:
         ours = {"naive": NaiveDataParallel, "overlap": OverlapDataParallel, "zero3": FullyShardedDataParallel}
-        wrapped = ours[name](model, pattern=pattern)
+        wrapped = ours[name](model)
     return Training(wrapped, optimizer_class(wrapped.parameters(), lr=lr), batch)
 
 
@@ -115,7 +114,7 @@ def training(name: str, by_comm: bool = False, windows: int = 2) -> Training:
     """Return a training of a technique with a bucket size in MiB, such as "bucket_overlap 4" or "ddp"."""
     technique, _, cap = name.partition(" ")
     batch, bucket_mb = tokens(GPT_13M, windows), float(cap) if cap else None
-    return replicas(technique, new_gpt(GPT_13M), batch, None, bucket_mb, SGD, by_comm)
+    return replicas(technique, new_gpt(GPT_13M), batch, bucket_mb, SGD, by_comm)
 
 
 def alternate(cluster: Cluster, names: list[str], runs: dict[str, int]) -> list[Seconds]:
@@ -192,7 +191,7 @@ def against_bucket_size(cluster: Cluster, link: str) -> tuple[Seconds, dict[str,
     for cap, step in variants.items():
         # The spans tell how much is computed until a bucket is ready, and how large it is.
         recorded = [spans_of(step, link) for _ in range(3)]
-        predicted[cap] = median_step_seconds(recorded, wire) or 0.0
+        predicted[cap] = statistics.median(step_seconds(*observed_step(events), wire) for events in recorded)
     return seconds, predicted
 
 

@@ -20,7 +20,7 @@ from benchmarks.context_parallel import ATTENTIONS
 from benchmarks.data_parallel import replicas
 from benchmarks.pipeline import CONFIG
 from benchmarks.side_by_side import Batch, Rows, Seconds, Training, medians, new_gpt, row, tokens
-from comm.collectives import all_reduce, chosen_pattern
+from comm.collectives import all_reduce
 from context_parallel.parallel_model import ContextParallel
 from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.train_moe import ExpertParallel
@@ -86,7 +86,7 @@ def on_a_mesh(cluster: Cluster, what: str) -> Step:
 
 def of_the_lesson(cluster: Cluster, what: str) -> Step:
     """Return the step of the lesson's script."""
-    model, (x, y), pattern = new_gpt(CONFIG), batch_of(cluster, what), chosen_pattern("all_reduce")
+    model, (x, y) = new_gpt(CONFIG), batch_of(cluster, what)
     train: Step
     if what == "pipeline":
         train = _pipeline(cluster, model, (x, y))
@@ -96,17 +96,17 @@ def of_the_lesson(cluster: Cluster, what: str) -> Step:
         divided = parallelize(model, sequence_parallel=what == "sequence")
         train = Training(divided, AdamW(divided.parameters(), lr=LR), (x, y))
     elif what == "data int8":
-        compressed = CompressedDataParallel(model, "int8", pattern=pattern)
+        compressed = CompressedDataParallel(model, "int8")
         train = Training(compressed, AdamW(compressed.parameters(), lr=LR), (x, y))
     elif what.startswith("context "):
         cut = ContextParallel(model, *ATTENTIONS[what.removeprefix("context ")])
         train = Training(cut, AdamW(cut.parameters(), lr=LR), (x, y))
     else:
-        train = replicas(LESSONS[what][0], model, (x, y), pattern, bucket_mb=1.0 if what == "data" else 4.0)
+        train = replicas(LESSONS[what][0], model, (x, y), bucket_mb=1.0 if what == "data" else 4.0)
 
     def step() -> Tensor:
         mean = train().float()  # as training.run does for the report
-        all_reduce(mean, op="mean", pattern=pattern)
+        all_reduce(mean, op="mean")
         return mean
 
     return step

@@ -49,7 +49,8 @@ class Args(side_by_side.Args):
 
 
 def training(name: str, by_comm: bool = False) -> Training:
-    return replicas(name, new_gpt(GPT_13M), tokens(GPT_13M, 1), "pipelined_ring", by_comm=by_comm)
+    use_pattern("pipelined_ring")
+    return replicas(name, new_gpt(GPT_13M), tokens(GPT_13M, 1), by_comm=by_comm)
 
 
 def alternate(cluster: Cluster, names: list[str], runs: int) -> list[Seconds]:

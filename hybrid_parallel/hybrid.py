@@ -155,9 +155,9 @@ class HybridParallel(nn.Module):
             return count_valid(y) / self.sizes.context
         return valid_targets(y, self.mesh.data, self.pattern) / self.sizes.context
 
-    def share_of(self, num_targets: float) -> float | None:
-        """Return what `valid_targets` does, from the mean over all ranks; None where replicas train alone."""
-        return None if self.local is not None else num_targets / self.sizes.context
+    def share_of(self, num_targets: float, y: Tensor) -> float:
+        """Return what `valid_targets(y)` does, from the mean over all ranks; one alone counts its own."""
+        return (num_targets if self.local is None else count_valid(y)) / self.sizes.context
 
     def observed(self) -> list[tuple[nn.Module, Any]]:
         """Return the modules whose forwards Run records: in a pipeline none, as its executor records them."""

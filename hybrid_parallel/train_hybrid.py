@@ -76,7 +76,7 @@ def train(
     for x, y in run.batches(hybrid, hybrid.optimizer):
         before_step(run.current_step - 1)
         hybrid.optimizer.zero_grad()
-        loss = hybrid.backward(x, y, hybrid.share_of(run.num_targets) if args.ignore_first else None)
+        loss = hybrid.backward(x, y, hybrid.share_of(run.num_targets, y) if args.ignore_first else None)
         if args.clip is not None:
             hybrid.clip_grad_norm_(args.clip)
         hybrid.optimizer.step()

@@ -126,7 +126,10 @@ def test_scripts_that_train_the_same_model_on_the_same_batches_have_the_same_los
 
 def test_a_tree_carries_all_messages_if_it_is_chosen():
     for mode in ON_A_TREE:
-        assert all("tree" in report["pattern"] for report in reports(2)[mode]), mode
+        # A pipeline may send to its neighbours only, without a collective.
+        for report in reports(2)[mode]:
+            patterns = set(report["pattern"].split(", "))
+            assert "tree" in patterns or patterns == {"direct"}, mode
 
 
 def test_ranks_with_different_arguments_are_refused_by_all_with_the_option_and_the_ranks():

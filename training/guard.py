@@ -68,8 +68,12 @@ _guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary(
 
 
 def is_watchable(wrapper: object) -> bool:
-    """Return whether this model or optimizer averages gradients over ranks in a method of its own."""
-    return hasattr(wrapper, "finish_gradient_sync") and not hasattr(wrapper, "stages")
+    """Return whether this model or optimizer averages gradients over ranks, and is run by its forward.
+
+    A pipeline and a mesh have no forward: their parts are watched.
+    """
+    has_forward = not isinstance(wrapper, nn.Module) or type(wrapper).forward is not nn.Module.forward
+    return hasattr(wrapper, "finish_gradient_sync") and has_forward and not hasattr(wrapper, "stages")
 
 
 def watch(wrapper: Watched) -> Watched:

@@ -150,6 +150,8 @@ def shard(
         if isinstance(part, FSDPModule):  # fully_shard has changed its class
             part.set_custom_all_gather(GatherByComm())
             part.set_custom_reduce_scatter(ReduceByComm())
+    # After a forward without a backward the root stays gathered, and would not be gathered again.
+    model.register_forward_hook(lambda root, *_: None if torch.is_grad_enabled() else root.reshard())
     model.full_state_dict = partial(full_state_dict, model)  # which Run compares among the ranks
     return model
 
@@ -193,7 +195,6 @@ def main(cluster: Cluster, args: Args) -> None:
     shares = [Share(*numbers) for numbers in mine]  # some rows of each parameter
     memory = MemoryReport(model, optimizer, owned(3, shares, args.states))
     for x, y in run.batches(model, optimizer):
-        model.reshard()  # a root that an evaluation has gathered would not be gathered again
         optimizer.zero_grad()
         total = torch.zeros((), device=cluster.device)
         parts = microbatches(x, y, args.grad_acc_steps)
@@ -206,7 +207,6 @@ def main(cluster: Cluster, args: Args) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         run.record(total)
-    model.reshard()
     run.finish(model, traffic=traffic_per_step(cluster, args, model), **memory.fields())
 
 

@@ -78,7 +78,7 @@ def test_a_run_is_caught_from_the_script_itself(monkeypatch):
     monkeypatch.setattr(table_runs, "SIZE", "tiny")
     figures = run_job(Job(NAIVE, 2, "loopback"), steps=1)
     sent = sum(4 * parameter.numel() for parameter in GPT(GPTConfig.named("tiny")).parameters())
-    assert sent < figures["bytes_per_step"] < 1.05 * sent  # 2 (n-1)/n of the gradients, and some headers
+    assert figures["bytes_per_step"] == sent  # 2 (n-1)/n of the gradients
     assert 0 < figures["memory_bytes"] < figures["peak_memory_bytes"]
 
 
@@ -113,7 +113,7 @@ def test_all_techniques_train_the_same_global_batch():
             continue  # the batch size of a configuration is that of a device
         args = tyro.cli(start_of(job.technique.run_mode).arguments, args=options)
         assert (args.size, args.batch_size) == (SIZE, BATCH_SIZE)
-        assert getattr(args, "length", block_size) == block_size
+        assert (args.length or block_size) == block_size
 
 
 def test_the_table_compares_every_row_with_one_process_that_trains_the_same_model():
