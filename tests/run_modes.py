@@ -25,7 +25,11 @@ MODES: list[tuple[str, str, str]] = re.findall(
 
 SCRIPTS = {mode: script for mode, script, _ in MODES}
 
-FEW_STEPS = {"comm": ["--mb", "0.01", "--repeats", "1"], "point_to_point": []}
+FEW_STEPS = {
+    "comm": ["--mb", "0.01", "--repeats", "1"],
+    "point_to_point": [],
+    "diloco_plain": ["--steps", "1", "--sync-every", "1"],
+}
 """Options with which a mode's run is short; every other mode takes --steps."""
 
 

@@ -169,7 +169,8 @@ EXERCISES = (
                 Its methods are those of the exercise zero1. Between steps a rank has the parameters and, of
                 the gradients and of the optimizer's state, its n-th. So a gradient of the model is freed when
                 its part of the mean has reached the rank that owns it, at the latest in
-                finish_gradient_sync().
+                finish_gradient_sync(). The user calls that after the backward of each microbatch, and the
+                parts add up until zero_grad().
                 """
 
                 def __init__(self, params, optimizer_class, group=None, **defaults):

@@ -40,8 +40,17 @@ def failure_of(error: BaseException, test: str = "", table: str | None = None) -
         "trace": "".join(traceback.format_exception(error)),
         "difference": difference,
         "is_error": not any(one.pairs or one.is_plain for one in compared.values()),
-        "cause": likely_cause(Evidence(name_of(test), str(error), compared, waits, table)),
+        "cause": likely_cause(Evidence(name_of(test), str(error), own_failures(compared), waits, table)),
         "drawing": drawing,
+    }
+
+
+def own_failures(compared: Mapping[int | None, Compared]) -> dict[int | None, Compared]:
+    """Leave out the ranks that only failed because another one had died."""
+    return {
+        rank: one
+        for rank, one in compared.items()
+        if one.pairs or one.is_plain or "has died or left" not in one.message
     }
 
 

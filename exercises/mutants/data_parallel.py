@@ -202,8 +202,8 @@ mutant(
             "\n"
             "def reduce(gradient):\n"
             "    gradient = gradient.clone()\n"
-            "    if self._guard.is_synchronising:\n"
-            '        all_reduce(gradient, "mean", group, pattern=pattern)\n'
+            "    if self.require_backward_grad_sync:\n"
+            '        all_reduce(gradient, "mean", group)\n'
             "    return gradient\n"
             "\n"
             "for parameter in module.parameters():\n"

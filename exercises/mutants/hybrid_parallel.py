@@ -19,7 +19,7 @@ mutant(
             "loss = self.sum_of_losses(self.model, *mine) / len(x) * ranks / self.first_ranks"
         ),
     },
-    killer=ELASTIC + "test_two_deaths_one_of_them_rank_0s_leave_every_gradient_that_of_one_process",
+    killer=ELASTIC + "test_two_deaths_leave_every_gradient_that_of_one_process",
     symptom="After a death gradients are too small, and with Adam the loss looks normal.",
 )
 

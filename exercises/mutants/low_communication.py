@@ -136,7 +136,7 @@ mutant(
 )
 
 ELASTIC = "tests/low_communication/test_elastic_diloco.py::"
-ONE_COMES_BACK = ELASTIC + "test_if_all_who_had_trained_die_those_who_have_just_come_train_the_round"
+ONE_COMES_BACK = ELASTIC + "test_a_worker_that_comes_back_copies_the_anchor_and_trains_from_the_next_round_on"
 
 mutant(
     "elastic_diloco_newcomer_without_momentum",
@@ -166,7 +166,7 @@ mutant(
     "After a death a worker trains on the dead one's examples: a rank in the new group is no worker's name.",
     target="low_communication.train_elastic_diloco.main",
     changes={"rank_slice(part, survivors.name, ranks)": "rank_slice(part, survivors.cluster.rank, ranks)"},
-    killer=ONE_COMES_BACK,
+    killer=ELASTIC + "test_after_two_deaths_the_mean_is_over_those_who_are_left",
     symptom="Training goes on after a death, but workers have other examples than before.",
 )
 

@@ -28,17 +28,17 @@ SENTENCES = "is stuck or is paused|Timed out waiting 2000ms|Connect timeout|rank
 
 def stop_rank_1(cluster: Cluster, mode: str) -> None:
     """Run a mode and stop rank 1 in it: before its second ring, after two steps, or after a second."""
-    stopped_at, begin_step = [time.monotonic()], Run.step
+    stopped_at, next_batch = [time.monotonic()], Run._next_batch
 
     def stop() -> None:
         stopped_at.append(time.monotonic())
         if cluster.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def step(run: Run):
-        if run._steps_done == 2:
+    def begin_step(run: Run, step: int):
+        if step == 2:
             stop()
-        return begin_step(run)
+        return next_batch(run, step)
 
     def ring(*args) -> None:
         stop()
@@ -50,7 +50,7 @@ def stop_rank_1(cluster: Cluster, mode: str) -> None:
     if mode in LONG and mode not in ("point_to_point", *ALONE):
         threading.Timer(1.0, stop).start()
     second_ring = mock.patch("comm.point_to_point.ring_non_blocking", ring)
-    with without_measuring(), mock.patch.object(Run, "step", step), second_ring:
+    with without_measuring(), mock.patch.object(Run, "_next_batch", begin_step), second_ring:
         try:
             main(cluster, tyro.cli(arguments, args=LONG.get(mode, ["--steps", "100000"])))
         finally:

@@ -137,7 +137,7 @@ class ZeroGradientOptimizer(ZeroOptimizer):
         self.zero_grad()
 
     def zero_grad(self):
-        self.is_reduced = False
+        self.is_reduced, self.shard.grad = False, None
         for p in self.params:
             p.grad = None
 
@@ -145,9 +145,11 @@ class ZeroGradientOptimizer(ZeroOptimizer):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         flat = torch.cat([gradient.flatten() for gradient in grads])
         flat = nn.functional.pad(flat, (0, self.flat.numel() - len(flat)))
-        self.shard.grad = torch.empty_like(self.shard)
-        reduce_scatter(self.shard.grad, flat, "mean", self.group)
-        self.zero_grad()
+        mine = torch.empty_like(self.shard)
+        reduce_scatter(mine, flat, "mean", self.group)
+        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
+        for p in self.params:
+            p.grad = None
         self.is_reduced = True
 
 

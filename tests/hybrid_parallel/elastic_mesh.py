@@ -19,7 +19,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
 from training.checkpoint import Checkpoints, complete_steps
-from training.run import Run
+from training.resuming import Resuming
 from training.state_shards import tensors_and_numbers
 
 ARGS = ElasticMeshArgs(
@@ -31,8 +31,8 @@ def train(cluster: Cluster, args: ElasticMeshArgs, victim: str = "") -> None:
     torch.set_default_dtype(torch.float64)
     if cluster.rank == 1 and victim:
         owner, name, call = {
-            "load": (Run, "_load", 0),
-            "save": (Run, "_save", 1),
+            "load": (Resuming, "_load", 0),
+            "save": (Checkpoints, "save", 1),
             "form": (Survivors, "_form", 1),
         }[victim]
         die_in(owner, name, call)

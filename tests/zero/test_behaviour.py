@@ -79,7 +79,12 @@ def compare(
         for parameter in alone.parameters():  # ZeRO gives zeros to an unused one
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        accumulate(ours.model, odd_loss, mine(cluster, batch), microbatches, ours.syncing)
+        if kind is Zero2:  # each microbatch sends its gradients
+            for x, y in zip(*(part.chunk(microbatches) for part in mine(cluster, batch)), strict=True):
+                (odd_loss(ours.model, x, y) / microbatches).backward()
+                ours.syncing.finish_gradient_sync()
+        else:
+            accumulate(ours.model, odd_loss, mine(cluster, batch), microbatches, ours.syncing)
         for optimizer in (theirs, ours.optimizer):
             optimizer.step()
         got, expected = ours.state(), dict(alone.state_dict()) if kind is Zero3 else parameters(alone)
