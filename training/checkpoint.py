@@ -338,7 +338,8 @@ def keep_newest(saved: Path, number: int) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove what belongs to no complete checkpoint, such as files of a killed job or of a failed save."""
     number = number_of(folder)
-    for path in folder.glob("save-*"):
+    written = [*folder.glob("save-*"), *folder.glob(".tmp*")]  # safetensors writes .tmp and renames it
+    for path in written:
         if number < math.inf and not path.name.startswith(f"save-{number}-"):
             path.unlink(missing_ok=True)
     with suppress(OSError):

@@ -310,6 +310,7 @@ def test_a_folder_that_another_job_uses_is_refused_and_what_a_killed_job_has_lef
     shutil.copytree(folder / "step-1", folder / "step-2")
     (folder / "step-2" / checkpoint.MANIFEST).unlink()
     (folder / "step-1" / "save-9-rank-0.safetensors").touch()
+    (folder / "step-1" / ".tmpHMrD4I").touch()  # what safetensors leaves behind if it is killed
     (folder / "other").touch()
     assert run_ranks(load, 2, folder) == [1, 1]
     assert sorted(os.listdir(folder)) == ["other", "step-1"]
