@@ -24,9 +24,9 @@ from pathlib import Path
 
 from benchmarks import side_by_side
 from benchmarks.side_by_side import GPT_13M, Rows, Seconds, medians, tokens
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.models.model import GPT
 from lab.ranks import run_ranks
@@ -52,7 +52,7 @@ class Training:
     def __init__(self, cluster: Cluster, sizes: ParallelSizes, folder: str) -> None:
         self._x, self._y = tokens(GPT_13M, WINDOWS)
         example = self._x[: WINDOWS // sizes.microbatches]
-        self._hybrid = HybridParallel(GPT(GPT_13M), Mesh(cluster, sizes), example, lr=1e-3)
+        self._hybrid = put_on_mesh(GPT(GPT_13M), Mesh(cluster, sizes), example, lr=1e-3)
         self._checkpoints = Checkpoints(folder, cluster, keep=1)
         self._steps = 0
 

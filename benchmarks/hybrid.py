@@ -25,9 +25,9 @@ from context_parallel.parallel_model import ContextParallel
 from expert_parallel.config import MoEConfig, form_groups
 from expert_parallel.train_moe import ExpertParallel
 from hybrid_parallel.expert_axis import Experts
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
@@ -73,7 +73,7 @@ def on_a_mesh(cluster: Cluster, what: str) -> Step:
     sizes, (x, y) = sizes_of(what, cluster.world_size), batch_of(cluster, what)
     experts = Experts(MOE, AUX_WEIGHT) if what == "experts" else None
     mesh, example = Mesh(cluster, sizes), x[: len(x) // sizes.microbatches]
-    hybrid = HybridParallel(new_gpt(CONFIG), mesh, example, experts=experts, lr=LR)
+    hybrid = put_on_mesh(new_gpt(CONFIG), mesh, example, experts=experts, lr=LR)
 
     def step() -> Tensor:
         hybrid.optimizer.zero_grad()

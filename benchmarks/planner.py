@@ -30,7 +30,6 @@ from benchmarks import side_by_side
 from benchmarks.side_by_side import GPT_13M, Rows, Step, row, timed, tokens
 from comm.cost import Link
 from comm.wire import slow_link
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh
 from hybrid_parallel.planner.auto import measured_machine
 from hybrid_parallel.planner.machine import measure_rates, usual
@@ -39,6 +38,7 @@ from hybrid_parallel.planner.shapes import shape_of_config
 from hybrid_parallel.planner.step_time import COMPRESSING_BYTES
 from hybrid_parallel.planner.table import describe
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from lab.ranks import run_ranks
@@ -88,7 +88,7 @@ def training(mesh: Mesh, config: Config, batch: int) -> Step:
     else:
         model = MLP(config.sizes)
         x, y = torch.randn(rows, config.inputs), torch.randint(config.outputs, (rows,))
-    hybrid = HybridParallel(model, mesh, x[: rows // mesh.sizes.microbatches], lr=1e-3)
+    hybrid = put_on_mesh(model, mesh, x[: rows // mesh.sizes.microbatches], lr=1e-3)
 
     def step() -> None:
         hybrid.optimizer.zero_grad()

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from comm.collectives import use_pattern
+from comm.collectives import Group
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.config import ExpertGroups, MoEConfig
+from expert_parallel.full_state import full_state
 from expert_parallel.train_moe import MixtureOfExperts
+from hybrid_parallel.layers import PlainModel
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
 
@@ -92,19 +94,29 @@ class Experts:
     seed: int = 0
 
 
-def add_experts(
-    model: GPT, experts: Experts, groups: ExpertGroups, microbatches: int, pattern: str | None
-) -> None:
-    """Replace the MLPs of a GPT by experts, of which this rank has some.
+class ExpertModel(PlainModel):
+    """A GPT with experts in place of its MLPs, of which this rank has some.
 
     The auxiliary loss of a step is the mean over its microbatches, each with the tokens of all replicas.
     """
-    for group in (groups.experts, groups.replicas):
-        use_pattern(pattern, group)
-    weight = experts.aux_weight / microbatches
-    for number, block in enumerate(model.blocks):
-        layer = BalancedExperts(model.config, experts.moe, groups, experts.seed, number, weight)
-        block.mlp = layer.to(model.token_embedding.weight)
+
+    def __init__(self, plain: GPT, experts: Experts, groups: ExpertGroups, microbatches: int) -> None:
+        super().__init__(plain)
+        self.groups, weight = groups, experts.aux_weight / microbatches
+        for number, block in enumerate(plain.blocks):
+            layer = BalancedExperts(plain.config, experts.moe, groups, experts.seed, number, weight)
+            block.mlp = layer.to(plain.token_embedding.weight)
+
+    @property
+    def norm_groups(self) -> list[Group]:
+        return [self.groups.experts]
+
+    def counted_elsewhere(self) -> set[nn.Parameter]:
+        counted = experts_of(self.plain) if self.groups.rank > 0 else self.plain.parameters()
+        return {*self.plain.parameters()} - {*counted}
+
+    def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        return full_state(self.plain.state_dict() if state is None else state, self.groups)
 
 
 def layers_of(module: nn.Module) -> list[BalancedExperts]:

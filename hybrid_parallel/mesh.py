@@ -32,6 +32,7 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 
 import torch.distributed as dist
 
+from comm.collectives import use_pattern
 from comm.wire.groups import own_group
 from expert_parallel.config import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
@@ -90,6 +91,9 @@ class Mesh:
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
         # What replicas send counts for the data axis: without a context axis they are its ranks.
         self.replicas = self.data if sizes.context == 1 else own_group(replicas_of(sizes), "data")
+        self.experts: ExpertGroups | None = None
+        for group in {*self._groups.values(), self.replicas}:
+            use_pattern(sizes.pattern, group)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one in their place along `axis` only."""
@@ -99,12 +103,15 @@ class Mesh:
         """Return this rank's place along `axis`, from 0."""
         return coordinates_of(self.rank, self.sizes)[axis]
 
-    def expert_groups(self) -> ExpertGroups:
+    def form_expert_groups(self) -> ExpertGroups:
         """Form the groups that share experts, and those that hold the same ones. All ranks must call it."""
         each, every = self.sizes.expert_ranks, replicas_of(self.sizes)
         sharing = [ranks[first : first + each] for ranks in every for first in range(0, len(ranks), each)]
         same = [ranks[place::each] for ranks in every for place in range(each)]
-        return ExpertGroups(self.replicas, own_group(sharing, "expert"), own_group(same, "data"))
+        self.experts = ExpertGroups(self.replicas, own_group(sharing, "expert"), own_group(same, "data"))
+        for group in (self.experts.experts, self.experts.replicas):
+            use_pattern(self.sizes.pattern, group)
+        return self.experts
 
 
 def drawn(sizes: ParallelSizes) -> str:

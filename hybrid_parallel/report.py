@@ -50,7 +50,7 @@ class AxesReport:
                 of_ranks = exchange((by_axis[axis].bytes_sent, by_axis[axis].messages_sent))
                 for what, numbers in zip(("bytes", "messages"), zip(*of_ranks, strict=True), strict=True):
                     rows[f"axis_{axis}_{what}_{how}"] = list(numbers)
-        return rows if hybrid.experts is None else rows | expert_figures(hybrid)
+        return rows if hybrid.mesh.experts is None else rows | expert_figures(hybrid)
 
 
 def axes_of(sizes: ParallelSizes) -> list[str]:
@@ -110,7 +110,7 @@ def _formula(axis: str, hybrid: HybridParallel) -> str:
 
 def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
     """Return the report's rows on experts, for the last step. All ranks must call it."""
-    layers = layers_of(hybrid.module)
+    layers = layers_of(hybrid.stages)
     chosen_bE = [torch.stack(layer.chosen).sum((0, 1)).tolist() for layer in layers]
     dropped = sum(int((torch.stack(layer.chosen) - torch.stack(layer.sent)).sum()) for layer in layers)
     counts = all(hybrid.mesh.coordinate(axis) == 0 for axis in ("data", "context", "tensor"))

@@ -57,16 +57,14 @@ def traffic_of_axes(hybrid: HybridParallel, is_clipped: bool) -> ByAxis:
     }
     if hybrid.pipeline is not None:
         by_axis["pipeline"] += hybrid.pipeline.traffic()
-    if hybrid.experts is not None:
-        by_axis["expert"] = _of_experts(hybrid) + _of_numbers(is_clipped, hybrid.experts.experts)
+    if groups.experts is not None:
+        by_axis["expert"] = _of_experts(hybrid) + _of_numbers(is_clipped, groups.experts.experts)
     return by_axis
 
 
 def _of_data(hybrid: HybridParallel, is_clipped: bool) -> Traffic:
     if hybrid.local is not None and hybrid.are_equal:
         return hybrid.local.traffic(hybrid.optimizer)
-    if hybrid.data is None:
-        return Traffic()
     if hybrid.sizes.zero:
         return hybrid.data.traffic(hybrid.sizes.microbatches if hybrid.sizes.zero > 1 else 1, is_clipped)
     return hybrid.data.traffic()
@@ -103,7 +101,7 @@ def _with_backwards(forwards: Traffic, hybrid: HybridParallel) -> Traffic:
 
 def _noted(hybrid: HybridParallel) -> Iterator[tuple[BalancedExperts, Tensor]]:
     """Yield, for each forward of each layer of experts, how many tokens each rank has sent to each expert."""
-    yield from ((layer, sent_rE) for layer in layers_of(hybrid.module) for sent_rE in layer.sent)
+    yield from ((layer, sent_rE) for layer in layers_of(hybrid.stages) for sent_rE in layer.sent)
 
 
 def _itemsize_of(hybrid: HybridParallel) -> int:
@@ -114,9 +112,9 @@ def _itemsize_of(hybrid: HybridParallel) -> int:
 
 
 def _of_tensor(hybrid: HybridParallel) -> Traffic:
-    if hybrid.tensor is None:
+    if hybrid.sizes.tensor == 1:
         return Traffic()
-    expected = ExpectedTraffic(hybrid.tensor, _itemsize_of(hybrid))
+    expected = ExpectedTraffic(hybrid.layers, _itemsize_of(hybrid))
     shape, passes = hybrid.example_shape, []
     for parts in _stages(hybrid):
         passes.append(expected.of_parts(shape, parts))
@@ -124,8 +122,8 @@ def _of_tensor(hybrid: HybridParallel) -> Traffic:
             passes.append(expected.of_recomputing(shape, parts))
         elif hybrid.sizes.recompute:
             passes += [expected.of_recomputing(shape, {p}) for p in parts if p.startswith("blocks.")]
-    held, named = hybrid.trained_parameters(), hybrid.named_own_parameters().items()
-    undivided = [held[parameter].numel() for name, parameter in named if name not in hybrid.tensor.dims]
+    held, named = hybrid.trained_parameters(), hybrid.stages.named_own_parameters().items()
+    undivided = [held[parameter].numel() for name, parameter in named if name not in hybrid.layers.dims]
     gradients = expected.of_gradients(sum(undivided))
     return sum(passes * hybrid.sizes.microbatches, _of_divided_experts(hybrid, expected) + gradients)
 
@@ -142,8 +140,7 @@ def _of_divided_experts(hybrid: HybridParallel, expected: ExpectedTraffic) -> Tr
 
 
 def _stages(hybrid: HybridParallel) -> Iterator[set[str]]:
-    stages = [hybrid.plain] if hybrid.pipeline is None else hybrid.pipeline.stages.values()
-    for stage in stages:
+    for stage in hybrid.stages.parts():
         yield modules_of(name for name, _ in stage.named_parameters(remove_duplicate=False))
 
 

@@ -10,10 +10,13 @@
       data 0   rank 0     rank 1        rank 4     rank 5
       data 1   rank 2     rank 3        rank 6     rank 7
 
+`put_on_mesh` puts the wrappers of all lessons around one model, each with its group of the mesh. Experts,
+divided layers and cut tokens take their places inside of the model; stages and replicas go around it.
+
 What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.
-  2. hybrid.py: `HybridParallel` puts the classes of the other lessons around one model, each with its group.
-  3. clipping.py: the norm of all gradients, in which each number counts once.
+  2. `put_on_mesh` below, and layers.py and stages.py: what each axis answers for.
+  3. hybrid.py: the replicas, and in which order the gradients of a step are completed.
   4. traffic.py: what each axis sends in a step.
   5. `train` below, which is the loop of the other lessons.
   6. After lessons 6 and 7, context_axis.py, which cuts sequences, and expert_axis.py, which divides experts.
@@ -22,21 +25,68 @@ sizes.py says which sizes make sense together.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, sizes_of
-from hybrid_parallel.expert_axis import Experts
-from hybrid_parallel.hybrid import HybridParallel
+from hybrid_parallel.context_axis import ContextAxis
+from hybrid_parallel.expert_axis import ExpertModel, Experts
+from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
+from hybrid_parallel.layers import PlainModel
 from hybrid_parallel.mesh import Mesh, coordinates_of, drawn, stream_of
 from hybrid_parallel.planner.auto import read_arguments
 from hybrid_parallel.report import AxesReport, drawn_traffic
 from hybrid_parallel.sizes import refuse_sizes
+from hybrid_parallel.stages import Layers, OneStage, PipelineStages
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
+from lab.models.model import GPT, MLP, MLPConfig
+from tensor_parallel.parallelize import parallelize
 from training.run import Run
+from zero.train_zero3 import recompute_blocks
+
+
+def put_on_mesh(
+    model: GPT | MLP,
+    mesh: Mesh,
+    example: Tensor,
+    optimizer_class: OptimizerClass = torch.optim.AdamW,
+    experts: Experts | None = None,
+    **options: Any,
+) -> HybridParallel:
+    """Divide a GPT or an MLP among the ranks of `mesh`, in the way that `mesh.sizes` says.
+
+    All ranks must give a `model` of the same shape, and the ranks of a pipeline group also the same weights:
+    along the other axes the first rank's weights are copied. `example` is one microbatch of the input, with
+    full sequences. `experts` take the places of a GPT's MLPs. The optimizer is an `optimizer_class` with
+    `options`.
+    """
+    sizes, length = mesh.sizes, example.shape[1]
+    batch_size, num_experts = len(example) * sizes.data * sizes.microbatches, 1
+    if experts is not None:
+        num_experts = experts.moe.num_experts
+    config = MLPConfig(len(model.layers), model.sizes[1]) if isinstance(model, MLP) else model.config
+    config = config if isinstance(model, MLP) else replace(config, block_size=length)
+    refuse_sizes(sizes, config, batch_size, dist.get_world_size(), num_experts)
+
+    layers: Layers = PlainModel(model)
+    if experts is not None:
+        layers = ExpertModel(model, experts, mesh.form_expert_groups(), sizes.microbatches)
+    if sizes.tensor > 1:
+        layers = parallelize(layers, mesh.tensor, sizes.sequence_parallel)
+    context = ContextAxis(model, mesh.context, sizes, length) if sizes.context > 1 else None
+    example = example if context is None else context.own(example)
+    if sizes.recompute and sizes.pipeline == 1:
+        recompute_blocks(model)  # the stages of a pipeline compute theirs again on their own
+    stages = (
+        OneStage(layers) if sizes.pipeline == 1 else PipelineStages(layers, sizes, example, mesh.pipeline)
+    )
+    return HybridParallel(stages, mesh, context, example, optimizer_class, **options)
 
 
 def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, HybridParallel]:
@@ -52,7 +102,7 @@ def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, Hybri
     moe = moe_of(args)
     experts = None if moe is None else Experts(moe, args.aux_weight, args.seed)
     mesh = Mesh(cluster, sizes)
-    hybrid = HybridParallel(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
+    hybrid = put_on_mesh(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
     sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None))
     if cluster.is_main and not args.json:
         print("\n".join([drawn(sizes), "", sent]), flush=True)
@@ -76,7 +126,7 @@ def train(
     for x, y in run.batches(hybrid, hybrid.optimizer):
         before_step(run.current_step - 1)
         hybrid.optimizer.zero_grad()
-        loss = hybrid.backward(x, y, hybrid.share_of(run.num_targets, y) if args.ignore_first else None)
+        loss = hybrid.backward(x, y, run.num_targets)
         if args.clip is not None:
             hybrid.clip_grad_norm_(args.clip)
         hybrid.optimizer.step()

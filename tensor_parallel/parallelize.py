@@ -45,6 +45,7 @@ from tensor_parallel.layers import (
     validate_heads,
 )
 from training.clipping import clip_grad_norm_
+from training.evaluation import sums_of
 from training.gradients import average_gradients
 from training.guard import guarded
 from training.state_shards import StateShard, buffer_shards, trained_shards
@@ -189,7 +190,10 @@ class TensorParallel(nn.Module):
     def sums_of(self, logits: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Do what `evaluation_sums` does, with logits that a wrapper around this one has computed."""
         loss = self.loss(logits, y, num_targets=1).double()  # the sum
-        return torch.stack([loss, torch.zeros_like(loss)]) if dist.get_rank(self.group) == 0 else None
+        sums = torch.stack([loss, torch.zeros_like(loss)])
+        if not self.returns_shard:
+            sums = sums_of(logits, y, counts)
+        return sums if dist.get_rank(self.group) == 0 else None
 
     def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the state dict of the plain model, full on every rank; every rank must call it.

@@ -67,16 +67,17 @@ EXERCISES = (
             the three matters.
         """,
         helps=(
-            "self.pipeline: OwnStages | None",
-            "self.data: nn.Module | None\n    The replicas, which differ along the data and context axes.",
-            "self.terms: TensorParallel | None\n    The ranks of the tensor axis.",
+            "self.stages: OneStage | PipelineStages\n    "
+            "The stages of this rank, one of which may share an embedding with another rank.",
+            "self.data: nn.Module\n    The replicas, which differ along the data and context axes.",
+            "self.layers: PlainModel | TensorParallel\n    The ranks of the tensor axis.",
             "each.finish_gradient_sync()\n    "
-            "Complete the gradients in this axis. None: there is nothing to complete.",
+            "Complete the gradients in this axis; where it has one rank, do nothing.",
         ),
         hints=(
             "After the backwards, a gradient may lack three things: the term of the other stage that has the "
             "same embedding, the terms of other ranks of the tensor group, and the mean over replicas.",
-            "Each class completes the gradients in its own group. A class that is None has nothing to do. "
+            "Each object completes the gradients in its own group. "
             "All three are sums, so without ZeRO any order is right. With ZeRO a rank has only its shard of "
             "a gradient after the mean over replicas: which of the others needs the full gradient?",
             "The terms of the tensor group come last: with ZeRO they are added up in the shards that "
@@ -88,7 +89,7 @@ EXERCISES = (
         name="clip_on_a_mesh",
         title="Clipping on a mesh",
         notebook="09_everything_on_one_mesh",
-        target="hybrid_parallel.clipping.counted_elsewhere",
+        target="hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_",
         tests=(
             ONE_PROCESS + "test_pipelines_of_divided_layers_equal_one_process",
             ONE_PROCESS + "test_replicas_of_divided_layers_equal_one_process",
@@ -98,26 +99,30 @@ EXERCISES = (
         minutes=20,
         needs=("complete_gradients",),
         doc="""
-            Return the parameters of this rank whose gradients another rank of its replica counts.
+            Do what torch's clip_grad_norm_ does on the full model, in which every number counts once.
 
-            `pipeline` and `tensor` are None for an axis of one rank.
+            Return the norm before the gradients are scaled.
         """,
         helps=(
-            "tensor.group: Group, tensor.module: nn.Module",
-            "tensor.dims: dict[str, tuple[int, int]]\n    "
-            "The parameters that the ranks of the group divide, by name; all others each has in full.",
-            "pipeline.later_copies() -> set[nn.Parameter]\n    Those that an earlier stage also has.",
-            "module.named_parameters(remove_duplicate=False)\n    "
-            "All names, also the second one of a tied parameter.",
+            "clipping.clip_grad_norm_(parameters, max_norm, groups, None, uncounted, self.device)\n    "
+            "Scale gradients by their norm: squares of all but the `uncounted` parameters add up over one "
+            "group after the other.",
+            "self.trained_parameters() -> dict[nn.Parameter, nn.Parameter]\n    "
+            "What this rank trains of each parameter of its stages: with ZeRO its shard, else the parameter.",
+            "self.stages.counted_elsewhere() -> set[nn.Parameter]\n    "
+            "The parameters that another stage, tensor rank or expert rank has, too, and counts.",
+            "self.stages.norm_groups: list[Group]\n    The groups of pipeline, tensor axis and experts.",
+            "self.mesh.replicas: Group, self.sizes.zero: int\n    The replicas, and the stage of ZeRO.",
         ),
         hints=(
             "The norm is the root of the sum of all squares, and a sum may be computed in parts: each rank "
             "adds the squares that it alone has, and the ranks add up these sums. So which of two ranks with "
             "the same gradient counts it? Any, but only one of them.",
-            "The later copies of the pipeline do not count. On each rank of the tensor group but the first "
-            "(dist.get_rank(tensor.group)), neither do parameters that the group does not divide.",
-            "Start from an empty set, and add pipeline.later_copies() with |=. Then, if dist.get_rank("
-            "tensor.group) > 0, add each parameter of tensor.module whose name is not in tensor.dims.",
+            "Replicas have the same gradients, so their sums must not be added up. But with ZeRO each has "
+            "other shards.",
+            "Clip the values of self.trained_parameters(): with ZeRO its keys have no gradient. `uncounted` "
+            "are the values of those keys that are counted elsewhere. The groups are "
+            "self.stages.norm_groups, and with ZeRO also self.mesh.replicas.",
         ),
     ),
 )

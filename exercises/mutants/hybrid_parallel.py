@@ -36,7 +36,7 @@ mutant(
 mutant(
     "hybrid_auxiliary_loss_of_each_microbatch",
     "More microbatches balance experts harder: the weight of the auxiliary loss is not divided among them.",
-    target="hybrid_parallel.expert_axis.add_experts",
+    target="hybrid_parallel.expert_axis.ExpertModel.__init__",
     changes={"experts.aux_weight / microbatches": "experts.aux_weight"},
     killer=NARRATED_AXES + "test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches",
     cause="once too often for each microbatch",
@@ -48,10 +48,10 @@ mutant(
     "With ZeRO 3 beside tensor parallelism ranks clip differently: the norm is that of the data axis alone.",
     target="hybrid_parallel.hybrid.HybridParallel.clip_grad_norm_",
     changes={
-        "groups = [self.mesh.pipeline, self.mesh.tensor]": (
+        "trained = self.trained_parameters()": (
+            "trained = self.trained_parameters()\n"
             "if self.sizes.zero == 3:\n"
-            "    return self.data.clip_grad_norm_(max_norm)\n"
-            "groups = [self.mesh.pipeline, self.mesh.tensor]"
+            "    return self.data.clip_grad_norm_(max_norm)"
         ),
     },
     killer=EQUIVALENCE + "test_divided_layers_in_shards_of_zero_3_equal_one_process",
@@ -70,7 +70,7 @@ mutant(
     "hybrid_mean_over_data_without_context",
     "Ranks that have other tokens of the same examples drift apart: the mean is taken along data only.",
     target="hybrid_parallel.hybrid.HybridParallel._replicate",
-    changes={"self.mesh.replicas": "self.mesh.data"},
+    changes={"group, sizes = self.mesh.replicas, self.sizes": "group, sizes = self.mesh.data, self.sizes"},
     killer=NARRATED_AXES + "test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis",
     symptom="With a context axis the loss falls more slowly, and ranks end with different parameters.",
 )
@@ -80,8 +80,8 @@ mutant(
     "Replicas drift apart, and layers that are divided get mixed up: the mean is taken over the tensor axis.",
     target="hybrid_parallel.hybrid.HybridParallel._replicate",
     changes={
-        "self.data = BucketDataParallel(self.module, group)": (
-            "self.data = BucketDataParallel(self.module, group)\nself.data.group = self.mesh.tensor"
+        "data = BucketDataParallel(self.module, group)": (
+            "data = BucketDataParallel(self.module, group)\ndata.group = self.mesh.tensor"
         ),
     },
     killer=EQUIVALENCE + "test_replicas_of_divided_tokens_equal_one_process",
@@ -90,8 +90,8 @@ mutant(
 mutant(
     "hybrid_norm_counts_copies",
     "Runs with a pipeline clip harder: a tied embedding counts in the norm once for each stage that has it.",
-    target="hybrid_parallel.clipping.counted_elsewhere",
-    changes={"if pipeline is not None:\n    found |= pipeline.later_copies()": ""},
+    target="hybrid_parallel.stages.PipelineStages.counted_elsewhere",
+    changes={"self.later_copies() | self.layers.counted_elsewhere()": "self.layers.counted_elsewhere()"},
     killer=EQUIVALENCE + "test_pipelines_of_divided_layers_equal_one_process",
 )
 
@@ -127,8 +127,9 @@ mutant(
     ),
     target="hybrid_parallel.hybrid.HybridParallel.finish_gradient_sync",
     changes={
-        "for axis in (self.pipeline, self.data, self.terms):": (
-            "terms = None if self.sizes.zero else self.terms\nfor axis in (self.pipeline, self.data, terms):"
+        "for axis in (self.stages, self.data, self.layers):": (
+            "axes = (self.stages, self.data) if self.sizes.zero else (self.stages, self.data, self.layers)\n"
+            "for axis in axes:"
         ),
     },
     killer=EQUIVALENCE + "test_divided_tokens_and_gradients_in_shards_equal_one_process",
@@ -139,12 +140,12 @@ mutant(
     "The first and the last stage train different embeddings: the sum is taken over the replicas.",
     target="hybrid_parallel.hybrid.HybridParallel.finish_gradient_sync",
     changes={
-        "for axis in (self.pipeline, self.data, self.terms):": (
+        "for axis in (self.stages, self.data, self.layers):": (
             "if self.pipeline is not None:\n"
             "    for parameter, _ in self.pipeline.tied:\n"
             '        all_reduce(parameter.grad, op="mean", group=self.mesh.replicas)\n'
             "    self.pipeline._is_complete = True\n"
-            "for axis in (self.data, self.terms):"
+            "for axis in (self.data, self.layers):"
         ),
     },
     killer=EQUIVALENCE + "test_a_tied_embedding_gets_the_sum_of_both_stages",

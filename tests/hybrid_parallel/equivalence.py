@@ -19,12 +19,13 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.report import counted_by_axis
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, IGNORED, MLP, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
-from training.valid_targets import count_valid
+from training.valid_targets import count_valid, valid_targets
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 2
 VOCABULARY, TIME = 13, 12
@@ -110,7 +111,7 @@ def steps_of(model: GPT | MLP, parts: list[tuple[Tensor, Tensor]], aux_weight: f
 
 def with_all_experts(hybrid: HybridParallel, own: Tensors) -> Tensors:
     """Return tensors by name, with those of the experts of all ranks."""
-    return own if hybrid.experts is None else full_state(own, hybrid.experts)
+    return own if hybrid.mesh.experts is None else full_state(own, hybrid.mesh.experts)
 
 
 def those_of(hybrid: HybridParallel, every: Tensors) -> Tensors:
@@ -119,22 +120,22 @@ def those_of(hybrid: HybridParallel, every: Tensors) -> Tensors:
     def any_expert(names: Iterable[str]) -> set[str]:
         return {re.sub(r"experts\.\d+", "experts", name) for name in names}
 
-    own = any_expert(hybrid.named_own_parameters())
+    own = any_expert(hybrid.stages.named_own_parameters())
     return {name: tensor for name, tensor in every.items() if any_expert([name]) <= own}
 
 
 def full(hybrid: HybridParallel, name: str, tensor: Tensor) -> Tensor:
     """Return the full tensor from the shards of the tensor axis."""
-    if hybrid.tensor is None or name not in hybrid.tensor.dims:
+    if name not in hybrid.layers.dims:
         return tensor
-    dim, size = hybrid.tensor.dims[name]
+    dim, size = hybrid.layers.dims[name]
     plain = tensor.as_subclass(Tensor)
     return InFlightAllGather(plain.clone(), dim, hybrid.mesh.tensor).wait().narrow(dim, 0, size)
 
 
 def gradients_of(hybrid: HybridParallel) -> Tensors:
     """Return the full gradients; ZeRO's shards of them are put together from the data axis."""
-    named, zero = hybrid.named_own_parameters(), hybrid.sizes.zero
+    named, zero = hybrid.stages.named_own_parameters(), hybrid.sizes.zero
     local = {} if zero else {parameter: parameter.grad for parameter in named.values()}
     if zero:
         shards = hybrid.data.parameter_shards
@@ -179,7 +180,7 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
     x, y = (part.chunk(sizes.data)[replica] for part in batch(rows, **changes))
     example = x[: len(x) // sizes.microbatches]
     model = built(seed=dist.get_rank(mesh.replicas), **changes)
-    hybrid = HybridParallel(model, mesh, example, torch.optim.SGD, experts, lr=LEARNING_RATE)
+    hybrid = put_on_mesh(model, mesh, example, torch.optim.SGD, experts, lr=LEARNING_RATE)
     one_process: Iterable[Step] = (
         of_one_process(rows, tuple(changes.items()))
         if experts is None
@@ -187,7 +188,7 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
     )
     for number, step in enumerate(one_process):
         sent: dict[Entry, Traffic] = {}
-        num_targets = hybrid.valid_targets(y) if "ignored" in changes else None
+        num_targets = valid_targets(y, mesh.data) if "ignored" in changes else None
         with counting(sent):
             hybrid.optimizer.zero_grad()
             own_loss = hybrid.backward(x, y, num_targets)
@@ -207,7 +208,10 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
         if number < STEPS - 1:
             continue
         with hybrid.gathered():
-            own = {n: full(hybrid, n, p.detach()).clone() for n, p in hybrid.named_own_parameters().items()}
+            own = {
+                n: full(hybrid, n, p.detach()).clone()
+                for n, p in hybrid.stages.named_own_parameters().items()
+            }
         ours, expected = with_all_experts(hybrid, own), those_of(hybrid, step.parameters)
         done = f"parameter after step {number} (its gradients and norm were right), {what},"
         assert_same(ours, expected, RTOL, done)

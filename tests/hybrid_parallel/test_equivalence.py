@@ -11,9 +11,9 @@ from torch import nn
 
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
@@ -184,13 +184,13 @@ def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_
     def work(cluster: Cluster) -> None:
         x, y = batch(2)
         for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3)):
-            hybrid = HybridParallel(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
+            hybrid = put_on_mesh(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
             hybrid.backward(x, y)
             with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):
                 hybrid.backward(x, y)
             hybrid.optimizer.zero_grad()
             hybrid.backward(x, y)
-        hybrid = HybridParallel(gpt(), Mesh(cluster, Sizes(context=2)), x)
+        hybrid = put_on_mesh(gpt(), Mesh(cluster, Sizes(context=2)), x)
         with pytest.raises(WorkbookError, match="The sequences have 8 tokens, and were cut for 12"):
             hybrid.own_tokens(x[:, :8])
 

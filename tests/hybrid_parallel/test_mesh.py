@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from comm.collectives import all_reduce
 from comm.errors import CommError
 from expert_parallel.config import form_groups
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
@@ -36,7 +36,7 @@ def formed(sizes: ParallelSizes) -> dict[str, list[list[int]]]:
 
     def own(cluster: Cluster) -> dict[str, list[int]]:
         mesh = Mesh(cluster, sizes)
-        experts = mesh.expert_groups()
+        experts = mesh.form_expert_groups()
         of_experts = {"share experts": experts.experts, "hold the same": experts.replicas}
         assert ranks_of(experts.everyone) == ranks_of(mesh.replicas)
         groups = {axis: mesh.group(axis) for axis in AXES} | {"replicas": mesh.replicas} | of_experts
@@ -212,7 +212,7 @@ def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes():
     def work(cluster: Cluster) -> str:
         x = torch.zeros(2, 12, dtype=torch.long)
         with pytest.raises(WorkbookError) as refusal:
-            HybridParallel(gpt(num_layers=1), Mesh(cluster, ParallelSizes(pipeline=2)), x, torch.optim.SGD)
+            put_on_mesh(gpt(num_layers=1), Mesh(cluster, ParallelSizes(pipeline=2)), x, torch.optim.SGD)
         return str(refusal.value)
 
     [sentence] = set(run_ranks(work, 2))

@@ -9,6 +9,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.report import counted_by_axis
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import traffic_of_axes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import loss_of
@@ -27,9 +28,11 @@ def test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis():
 
         # All ranks begin with the same weights, and each backward sees a quarter of all tokens: ranks 0 and 1
         # have different halves of each sequence. These are the context axis.
-        hybrid = HybridParallel(gpt(), mesh, x[examples], torch.optim.SGD, lr=0.1)
+        hybrid = put_on_mesh(gpt(), mesh, x[examples], torch.optim.SGD, lr=0.1)
         hybrid.backward(x[examples], y[examples])
-        ours: Tensors = {name: parameter.grad for name, parameter in hybrid.named_own_parameters().items()}
+        ours: Tensors = {
+            name: parameter.grad for name, parameter in hybrid.stages.named_own_parameters().items()
+        }
 
         # One process sees all tokens. Its loss is the mean over them, and so is each gradient: a mean over
         # the four ranks. Over two of them it would be that of half of the tokens.
@@ -51,13 +54,13 @@ def test_the_auxiliary_loss_in_a_pipeline_is_the_mean_over_its_microbatches():
         def in_a_pipeline(aux_weight: float) -> HybridParallel:
             mesh = Mesh(cluster, ParallelSizes(pipeline=2, microbatches=m))
             experts = Experts(moe, aux_weight)
-            hybrid = HybridParallel(gpt(num_layers=2), mesh, x[:2], torch.optim.SGD, experts, lr=0.1)
+            hybrid = put_on_mesh(gpt(num_layers=2), mesh, x[:2], torch.optim.SGD, experts, lr=0.1)
             hybrid.backward(x, y)
             return hybrid
 
         # The gradient of the auxiliary loss alone: that of both losses, less that of the other one.
         hybrid = in_a_pipeline(weight)
-        both, other = hybrid.named_own_parameters(), in_a_pipeline(0.0).named_own_parameters()
+        both, other = hybrid.stages.named_own_parameters(), in_a_pipeline(0.0).stages.named_own_parameters()
         term: Tensors = {name: both[name].grad - other[name].grad for name in both}
 
         # In one process each microbatch has its own auxiliary loss, and their mean counts, as with the loss.
@@ -80,7 +83,7 @@ def test_int8_along_the_data_axis_rounds_each_gradient_of_divided_layers_by_at_m
         # Ranks 0 and 1 divide the layers and have the first two examples, ranks 2 and 3 have the others.
         mesh, (x, y) = Mesh(cluster, ParallelSizes(data=2, tensor=2, compress="int8")), batch(4)
         replica = mesh.coordinate("data")
-        hybrid = HybridParallel(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
+        hybrid = put_on_mesh(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
         hybrid.backward(x.chunk(2)[replica], y.chunk(2)[replica])
 
         # Each replica rounds its own gradient by at most half a scale, and so does the mean. No scale is
@@ -104,7 +107,7 @@ def test_replicas_that_train_alone_get_the_mean_of_their_parameters_after_two_st
         mesh, (x, y) = Mesh(cluster, sizes), batch(4 * sizes.microbatches)
         replica = mesh.coordinate("data")
         mine = x.chunk(2)[replica], y.chunk(2)[replica]
-        hybrid = HybridParallel(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
+        hybrid = put_on_mesh(gpt(), mesh, x[:2], torch.optim.SGD, lr=0.1)
         alone = []
         for part, targets in zip(x.chunk(2), y.chunk(2), strict=True):  # each replica, on one process
             model = gpt()
@@ -125,7 +128,7 @@ def test_replicas_that_train_alone_get_the_mean_of_their_parameters_after_two_st
             by_axis = counted_by_axis(sent)
             assert by_axis == traffic_of_axes(hybrid, is_clipped=False)
             assert (by_axis["data"] == Traffic()) == (step == 0)  # they train alone
-        named = hybrid.named_own_parameters().items()
+        named = hybrid.stages.named_own_parameters().items()
         ours: Tensors = {name: full(hybrid, name, parameter.detach()) for name, parameter in named}
         expected: Tensors = {name: (alone[0][name] + alone[1][name]) / 2 for name in ours}
         assert_same(ours, expected, 1e-9, "parameter")

@@ -5,7 +5,6 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner.memory import (
     experts_of,
@@ -24,6 +23,7 @@ from hybrid_parallel.planner.shapes import (
     shape_of_config,
 )
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.models.model import GPT as Model
 from lab.models.model import MLP, SIZES, GPTConfig, MLPConfig, loss_of
@@ -144,7 +144,7 @@ def test_ranks_hold_the_parameters_gradients_and_optimizer_state_that_are_predic
         for sizes in WAYS:
             tokens = torch.zeros(8 // sizes.data, 33, dtype=torch.int64)
             example = tokens[: len(tokens) // sizes.microbatches, :-1]
-            hybrid = HybridParallel(Model(CONFIG), Mesh(cluster, sizes), example)
+            hybrid = put_on_mesh(Model(CONFIG), Mesh(cluster, sizes), example)
             hybrid.optimizer.zero_grad()
             hybrid.backward(tokens[:, :-1], tokens[:, 1:])
             [group] = hybrid.optimizer.param_groups

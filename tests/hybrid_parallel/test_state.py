@@ -11,6 +11,7 @@ from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -26,7 +27,7 @@ def a_hybrid(cluster: Cluster, sizes: Sizes, moe: MoEConfig | None, seed: int = 
     example = batch(ROWS // sizes.data // sizes.microbatches)[0]
     experts = None if moe is None else Experts(moe, seed=seed)
     model, mesh = gpt(seed, num_layers=2), Mesh(cluster, sizes)
-    return HybridParallel(model, mesh, example, torch.optim.AdamW, experts, lr=0.01)
+    return put_on_mesh(model, mesh, example, torch.optim.AdamW, experts, lr=0.01)
 
 
 def save(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:

@@ -12,6 +12,7 @@ from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.report import counted_by_axis, drawn_traffic
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
@@ -25,9 +26,9 @@ def test_each_message_counts_for_the_axis_along_which_it_travels():
         square = Mesh(cluster, ParallelSizes(pipeline=2, tensor=2))
         groups = {"pipeline": square.pipeline, "tensor": square.tensor}
         cut = Mesh(cluster, ParallelSizes(data=2, context=2, expert_ranks=2))
-        groups |= {"data": cut.data, "context": cut.context, "expert": cut.expert_groups().experts}
+        groups |= {"data": cut.data, "context": cut.context, "expert": cut.form_expert_groups().experts}
         # Ranks that average gradients, all of them or those of an expert, communicate along the data axis.
-        along = [*groups.items(), ("data", cut.replicas), ("data", cut.expert_groups().replicas)]
+        along = [*groups.items(), ("data", cut.replicas), ("data", cut.form_expert_groups().replicas)]
         assert {axis for axis, _ in along} == set(AXES)
         for axis, group in along:
             for pattern in ("pipelined_ring", "tree", "torch"):
@@ -59,7 +60,7 @@ def sent_and_expected(cluster: Cluster, sizes: ParallelSizes) -> tuple[ByAxis, B
 
 def a_hybrid(cluster: Cluster, sizes: ParallelSizes) -> HybridParallel:
     example = batch(2)[0]
-    return HybridParallel(gpt().float(), Mesh(cluster, sizes), example, torch.optim.SGD, lr=0.1)
+    return put_on_mesh(gpt().float(), Mesh(cluster, sizes), example, torch.optim.SGD, lr=0.1)
 
 
 PATTERNS = [

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from data_parallel.train_naive import NaiveDataParallel
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
-from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
+from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -167,8 +167,8 @@ def test_a_step_without_a_valid_target_is_refused_on_all_ranks():
 def test_a_mesh_refuses_ignored_targets_whose_number_is_not_given():
     def work(cluster: Cluster) -> None:
         x, y = hybrid.batch(4, ignored=7)
-        model = HybridParallel(hybrid.gpt(), Mesh(cluster, Sizes(data=2)), x[:2], torch.optim.SGD, lr=0.1)
-        with pytest.raises(WorkbookError, match=r"backward\(x, y, hybrid.valid_targets\(y\)\)"):
+        model = put_on_mesh(hybrid.gpt(), Mesh(cluster, Sizes(data=2)), x[:2], torch.optim.SGD, lr=0.1)
+        with pytest.raises(WorkbookError, match=r"backward\(x, y, valid_targets\(y, mesh.data\)\)"):
             model.backward(x[:2], y[:2])
 
     run_ranks(work, 2)
