@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from expert_parallel.config import MoEConfig, refuse_choice
 from hybrid_parallel.sizes import Attention, Compress, ParallelSizes, Precision, Schedule, Zero
@@ -84,6 +84,11 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Algorithm of the collectives: a ring, a tree, the fastest of ours as measured (auto), or PyTorch's own.
     None: the backend's default."""
     metronome: NotOffered = None
+
+    def made_with(self) -> dict[str, Any]:
+        """Return what another run must have, too, to go on from this one's checkpoint."""
+        experts = self.chosen("experts", "top_k", "capacity", "aux_weight") | {"balance": "aux"}
+        return super().made_with() | (experts if self.experts > 1 else {})
 
     def validate(self, world_size: int) -> None:
         """Raise WorkbookError for options that the hybrid training does not offer, or has no use for."""

@@ -58,6 +58,19 @@ def test_another_lesson_on_another_number_of_ranks_resumes_a_run(tmp_path):
         assert last[loss] == pytest.approx(straight[loss], rel=1e-4)
 
 
+def test_a_mesh_resumes_a_run_with_the_same_experts_and_no_other(tmp_path):
+    own = {"experts": 4, "top_k": 2}
+
+    def work(cluster: Cluster) -> str:
+        train(cluster, "expert_parallel", checkpoint=str(tmp_path), steps=1, **own)
+        on = {"checkpoint": str(tmp_path), "steps": 2, "resume": True, "layers": 2}
+        assert train(cluster, "hybrid", **on, **own)["steps"] == 1
+        return refusal(cluster, "hybrid", **on | {"steps": 3, "experts": 4, "top_k": 1})
+
+    sentence = the_one_sentence(run_ranks(work, 2))
+    assert "'top_k': 2" in sentence and "'top_k': 1" in sentence
+
+
 def test_the_same_command_starts_resumes_after_sigusr1_and_sees_that_all_is_done(tmp_path):
     settings: dict[str, Any] = {"checkpoint": str(tmp_path / "new"), "auto_resume": True}
 
