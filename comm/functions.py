@@ -75,7 +75,7 @@ class _Pair(Function):
 
 
 def broadcast_from_root(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
-    """Broadcast forward, reduce backward. Of other ranks' `x` only the shape counts; its gradient is zero."""
+    """Broadcast forward, reduce backward. Other ranks give only the shape of `x`, whose gradient is zero."""
     return _Pair.apply(x, lambda x: _broadcast(x, root, group), lambda grad: _reduce(grad, root, group))
 
 
@@ -171,7 +171,7 @@ def split_to_ranks(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 # The functions below call those of comm.collectives, but return a new tensor and work along any dim. A tensor
-# on device "meta" has a shape and no memory, so nothing is sent: a pipeline finds out shapes with such ones.
+# on device "meta" has a shape and no memory: a pipeline runs on them to learn shapes, and sends nothing.
 
 
 def summed(x: Tensor, group: Group) -> Tensor:

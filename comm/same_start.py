@@ -19,7 +19,7 @@ from lab.launch.errors import WorkbookError
 
 
 class DifferentStart(WorkbookError):
-    """Say how ranks were started differently. Whoever has started one of them sees the output of that one."""
+    """Say how ranks were started differently. Every rank prints it: a user may see the output of one only."""
 
     concerns_all = True
 

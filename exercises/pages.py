@@ -95,7 +95,7 @@ def route(folder: str, books: list[str]) -> str:
         f"**Predict**, {minutes_of(books)} minutes: `make notebooks`, and open {notebooks}.",
         f"**Write**, {minutes} minutes: `make exercises ARGS='watch {there[0].name}'` makes the first file, "
         f"and grades it on each save. The {len(there)} exercises: {names}.",
-        f"**Read** the files of which you have written a part: {links}. They contain the "
+        f"**Read** the files of which you wrote parts: {links}. They contain the "
         f"solutions, so open one when all of its exercises are solved.{''.join(changes[:1])}",
         f"**Break**, {bug.minutes} minutes and more: `make exercises ARGS='bug {bug.name}'` makes a wrong "
         "version of one of these files, in which you find the mistake. `make exercises ARGS=bugs` lists all.",

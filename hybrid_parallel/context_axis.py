@@ -57,7 +57,7 @@ class ContextAxis:
         return (self._positions.to(positions_t.device)[positions_t],)  # they may be on the device "meta"
 
     def _attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.is_meta:  # a pipeline finds out shapes
+        if q.is_meta:  # a pipeline learns shapes
             return torch.empty_like(q)
         dropout = attention.dropout if attention.training else 0.0
         return ATTENTION[self.sizes.attention](q, k, v, self.sequence, dropout)

@@ -66,7 +66,7 @@ class BalancedExperts(MixtureOfExperts):
         self.sent: list[Tensor] = []
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        if x_btd.is_meta:  # a pipeline finds out shapes
+        if x_btd.is_meta:  # a pipeline learns shapes
             return torch.empty_like(x_btd)
         device = x_btd.device.type
         if torch.is_autocast_enabled(device):  # router and experts compute in these numbers: send them, too

@@ -153,7 +153,7 @@ class StreamingDiLoCo(nn.Module):
         return self._thread.run(partial(fragment.compressor.mean, change), change)
 
     def _receive(self, fragment: Fragment) -> None:
-        """Take the outer step, and move this rank's parameters by as much as they were off the new anchor."""
+        """Take the outer step, and move this rank's parameters by the new anchor minus what was sent."""
         assert fragment.in_flight is not None
         sent_step, sent_parameters, change, averaged = fragment.in_flight
         fragment.in_flight = None

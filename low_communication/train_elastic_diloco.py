@@ -22,8 +22,8 @@ looks whether the others form a group, and joins in.
 A worker that comes back asks rank 0, through the store of the rendezvous. At the next
 synchronisation the others form a group with it. It copies anchor, outer momentum and counts, contributes
 nothing to this mean, and trains from the new anchor. Its AdamW starts afresh: the inner state is never sent,
-and what the worker had died with it. AdamW corrects the bias of young averages, so they are short of memory,
-and not wrong.
+and the old one died with the process. AdamW corrects the bias of its averages, so the new ones are right, and
+only noisier at first.
 
       time lost    death    that worker's steps since the last synchronisation, and milliseconds for the group
                    join     milliseconds for the group, and 2 P on the wire      P: bytes of all parameters

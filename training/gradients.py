@@ -1,4 +1,4 @@
-"""Average gradients over ranks in one message: what every wrapper without buckets does after its backward."""
+"""Average gradients over ranks in one all-reduce, as wrappers without buckets do after the backward."""
 
 from collections.abc import Iterable
 

@@ -52,7 +52,7 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
         raise WorkbookError("--config: this script takes the sizes as options, such as --pipeline 2.")
     sizes, deaths = sizes_of(args, cluster.world_size), Deaths(args.kill, cluster.world_size)
     here = model_of(args), args.batch_size, cluster.world_size, args.experts
-    refuse_sizes(sizes, *here)  # here rank 0 alone says it
+    refuse_sizes(sizes, *here)  # before ranks may die: one error, from rank 0
     survivors = Survivors(cluster, args.patience)
     while True:
         try:
