@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# This script runs one lesson: RUN_MODE names it, and the table below has its script. Two commands call it:
+# This script runs one lesson: RUN_MODE names it, and the table below has its script, what it teaches, and
+# behind the bar what to run next, with which its report ends (training/conclusion.py). Two commands call it:
 #
 #   docker-compose up    this container is one rank: RANK of WORLD_SIZE, and rank 0 is at MASTER_ADDR
 #   make run             the command in TORCHRUN starts WORLD_SIZE ranks on this machine
@@ -12,39 +13,39 @@ lessons() {
     cat <<'TABLE'
 comm                                   comm/tour.py                                    every collective: who holds what before and after, bytes sent, time predicted and measured
 point_to_point                         comm/point_to_point.py                          send and receive, the ring that deadlocks and its cures, latency and bandwidth of a link
-train                                  data_parallel/train_alone.py                    the problem: every rank trains alone, and the replicas drift apart
-data_parallel_naive                    data_parallel/train_naive.py                    one all-reduce for each parameter after the backward: the replicas stay equal
-data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulation.py  several microbatches in a step, and one all-reduce of the sum of their gradients
-data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce for each parameter, hidden behind the backward
-data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large all-reduces, each as early as it can start
-data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop
-zero1_textbook                         zero/train_zero1_textbook.py           ZeRO 1 in three phases of a step: reduce-scatter, update of the rank's shard, all-gather
-zero1                                  zero/train_zero1.py                    ZeRO 1: each rank keeps its shard of the optimizer's state, and gradients travel in buckets
-zero2                                  zero/train_zero2.py                    ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients
-zero3                                  zero/train_zero3.py                    ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it
-fsdp                                   zero/train_fsdp.py                     PyTorch's own fully_shard (FSDP2) in the same loop
-tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer is cut among the ranks, which work on the same examples
-sequence_parallel                      tensor_parallel/train_sequence_parallel.py      tensor parallel, and norms, dropout and residuals are cut by tokens
-tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module (DTensor) in the same loop
-pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages on different ranks; one rank works at a time
-pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: microbatches follow each other through the stages, all forward, then all backward
-pipeline_1f1b_by_hand                  pipeline_parallel/train_1f1b_by_hand.py         1F1B: one forward, one backward in turn; as fast as GPipe, and fewer activations
-pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 1F1B from a table of actions, which one loop runs as it runs any schedule
-pipeline_interleaved                   pipeline_parallel/train_interleaved.py          interleaved 1F1B: several small stages on each rank, and a smaller bubble
-pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble
-pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop
-context_ring                           context_parallel/train_ring_attention.py        a sequence is cut among the ranks, and keys and values travel round a ring while attention is computed
-context_all_to_all                     context_parallel/train_all_to_all_attention.py  a sequence is cut everywhere but in attention, where the heads are cut: an all-to-all on each side
-expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks
-local_sgd                              low_communication/train_local_sgd.py            each rank trains some steps alone, and then the ranks average their parameters
-diloco_plain                           low_communication/train_diloco_plain.py         each rank trains some steps alone, and an outer optimizer takes a step with the mean change
-diloco                                 low_communication/train_diloco.py               streaming DiLoCo: the change in fragments, in few bits, while the training goes on
-diloco_elastic                         low_communication/train_elastic_diloco.py       DiLoCo with ranks that die and come back: each synchronisation takes the mean over those who are there
-data_parallel_compressed               low_communication/train_compressed.py           buckets of gradients that are compressed: fewer bits, fewer numbers, or thin matrices
-hsdp                                   low_communication/train_hsdp.py                 shards within a machine, and a replica on each machine
-hybrid                                 hybrid_parallel/train_hybrid.py                pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks
-hybrid_elastic                         hybrid_parallel/elastic/train_elastic.py              a rank dies, and the others go on in the same processes with a smaller group
-hybrid_elastic_mesh                    hybrid_parallel/elastic/train_elastic_mesh.py         a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint
+train                                  data_parallel/train_alone.py                    the problem: every rank trains alone, and the replicas drift apart | make run RUN_MODE=data_parallel_naive keeps the replicas equal.
+data_parallel_naive                    data_parallel/train_naive.py                    one all-reduce for each parameter after the backward: the replicas stay equal | make compare MODES='naive overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows how much of it the backward can hide, with all three on one simulated slow link.
+data_parallel_naive_grad_accumulation  data_parallel/train_naive_grad_accumulation.py  several microbatches in a step, and one all-reduce of the sum of their gradients | make run RUN_MODE=data_parallel_naive_grad_accumulation ARGS='--grad-acc-steps 4' sends as many bytes a step.
+data_parallel_overlap                  data_parallel/train_overlap.py                  one asynchronous all-reduce for each parameter, hidden behind the backward | make compare MODES='overlap buckets' ARGS='--link 200mbit,1ms --steps 20' shows what fewer and larger messages gain, with both on one simulated slow link.
+data_parallel_bucket_overlap           data_parallel/train_bucket_overlap.py           gradients in buckets: few large all-reduces, each as early as it can start | make run RUN_MODE=data_parallel_bucket_overlap ARGS='--link 200mbit,1ms --trace traces' draws the timelines of a slow link into traces/.
+data_parallel_ddp                      data_parallel/train_ddp.py                      PyTorch's own DistributedDataParallel in the same loop | make run RUN_MODE=data_parallel_bucket_overlap is the same idea in one file.
+zero1_textbook                         zero/train_zero1_textbook.py                    ZeRO 1 in three phases of a step: reduce-scatter, update of the rank's shard, all-gather | make run RUN_MODE=zero1 sends the gradients in buckets, while the backward computes.
+zero1                                  zero/train_zero1.py                             ZeRO 1: each rank keeps its shard of the optimizer's state, and gradients travel in buckets | make run RUN_MODE=zero2 also divides the gradients.
+zero2                                  zero/train_zero2.py                             ZeRO 2: each rank keeps its shard of the optimizer's state and of the gradients | make run RUN_MODE=zero3 also divides the parameters.
+zero3                                  zero/train_zero3.py                             ZeRO 3: each rank keeps its shard of state, gradients and parameters, and gathers a block to use it | make run RUN_MODE=fsdp is PyTorch's own.
+fsdp                                   zero/train_fsdp.py                              PyTorch's own fully_shard (FSDP2) in the same loop | make run RUN_MODE=zero3 is the same idea in one file.
+tensor_parallel                        tensor_parallel/train_tensor_parallel.py        every layer is cut among the ranks, which work on the same examples | make run RUN_MODE=sequence_parallel also divides what lies between the layers.
+sequence_parallel                      tensor_parallel/train_sequence_parallel.py      tensor parallel, and norms, dropout and residuals are cut by tokens | make run RUN_MODE=tensor_parallel sends the same bytes and keeps more activations.
+tensor_parallel_native                 tensor_parallel/train_dtensor.py                PyTorch's own parallelize_module (DTensor) in the same loop | make run RUN_MODE=tensor_parallel is the same idea with our own layers.
+pipeline_model_parallel                pipeline_parallel/train_model_parallel.py       layers cut into stages on different ranks; one rank works at a time | make run RUN_MODE=pipeline_afab lets the ranks work at the same time.
+pipeline_afab                          pipeline_parallel/train_afab.py                 GPipe: microbatches follow each other through the stages, all forward, then all backward | make run RUN_MODE=pipeline_1f1b_by_hand has the same bubble and keeps fewer activations.
+pipeline_1f1b_by_hand                  pipeline_parallel/train_1f1b_by_hand.py         1F1B: one forward, one backward in turn; as fast as GPipe, and fewer activations | make run RUN_MODE=pipeline_1f1b runs the same order from a table.
+pipeline_1f1b                          pipeline_parallel/train_1f1b.py                 1F1B from a table of actions, which one loop runs as it runs any schedule | make run RUN_MODE=pipeline_interleaved has a smaller bubble.
+pipeline_interleaved                   pipeline_parallel/train_interleaved.py          interleaved 1F1B: several small stages on each rank, and a smaller bubble | make run RUN_MODE=pipeline_zero_bubble fills the bubble with weight gradients.
+pipeline_zero_bubble                   pipeline_parallel/train_zero_bubble.py          zero bubble: the backward in two halves, and weight gradients fill the bubble | make compare MODES='pipeline_1f1b pipeline_zero_bubble' ARGS='--metronome 20ms --steps 5' shows the bubbles of both, with a clock in the place of computing.
+pipeline_native                        pipeline_parallel/train_torch_pipelining.py     PyTorch's own torch.distributed.pipelining in the same loop | make run RUN_MODE=pipeline_1f1b is the same idea with our own executor.
+context_ring                           context_parallel/train_ring_attention.py        a sequence is cut among the ranks, and keys and values travel round a ring while attention is computed | make run RUN_MODE=context_all_to_all sends the heads instead of keys and values.
+context_all_to_all                     context_parallel/train_all_to_all_attention.py  a sequence is cut everywhere but in attention, where the heads are cut: an all-to-all on each side | make run RUN_MODE=context_ring works with more ranks than heads.
+expert_parallel                        expert_parallel/train_moe.py                    a token passes only a few of many experts, and the experts lie on different ranks | make run RUN_MODE=expert_parallel ARGS='--balance bias' balances the experts without a loss.
+local_sgd                              low_communication/train_local_sgd.py            each rank trains some steps alone, and then the ranks average their parameters | make run RUN_MODE=diloco_plain gives the ranks' mean change to an outer optimizer.
+diloco_plain                           low_communication/train_diloco_plain.py         each rank trains some steps alone, and an outer optimizer takes a step with the mean change | make run RUN_MODE=diloco can send it in fragments, and in few bits, while the training goes on.
+diloco                                 low_communication/train_diloco.py               streaming DiLoCo: the change in fragments, in few bits, while the training goes on | make run RUN_MODE=diloco ARGS='--fragments 4 --delay 2' sends a part at a time, while the training goes on.
+diloco_elastic                         low_communication/train_elastic_diloco.py       DiLoCo with ranks that die and come back: each synchronisation takes the mean over those who are there | make run RUN_MODE=hybrid_elastic synchronises in each step, so the others have to repeat one.
+data_parallel_compressed               low_communication/train_compressed.py           buckets of gradients that are compressed: fewer bits, fewer numbers, or thin matrices | make compare MODES='buckets data_parallel_compressed' ARGS='--link 200mbit --steps 20' compares it with gradients that are not compressed, on the same slow link.
+hsdp                                   low_communication/train_hsdp.py                 shards within a machine, and a replica on each machine | make compare MODES='zero3 hsdp' ARGS='--link 200mbit,1ms --steps 20' shows what is gained where fewer bytes cross the slow link.
+hybrid                                 hybrid_parallel/train_hybrid.py                 pipeline, data, context, tensor and expert parallelism at once, on one mesh of ranks | make run RUN_MODE=hybrid_elastic_mesh goes on when a rank of the mesh dies.
+hybrid_elastic                         hybrid_parallel/elastic/train_elastic.py        a rank dies, and the others go on in the same processes with a smaller group | make run RUN_MODE=hybrid_elastic_mesh does this where a rank's state is in no other rank.
+hybrid_elastic_mesh                    hybrid_parallel/elastic/train_elastic_mesh.py   a rank of a mesh dies, and the others go on, on another mesh, from the last checkpoint | make run RUN_MODE=hybrid trains on a mesh without deaths.
 TABLE
 }
 
@@ -108,7 +109,9 @@ script_of() {
     return 1
 }
 
-list_modes() { lessons | while read -r mode _ what; do printf '  RUN_MODE=%-37s %s\n' "$mode" "$what"; done; }
+list_modes() {
+    lessons | while read -r mode _ what; do printf '  RUN_MODE=%-37s %s\n' "$mode" "${what% | *}"; done
+}
 
 # The mode whose name is most like an unknown one, or the shortest that has it as a part, or nothing.
 nearest() {

@@ -52,7 +52,7 @@ from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.threads import own_cores
 from lab.models.model import GPT, GPTConfig
-from training.run import WARMUP_STEPS
+from training.report import WARMUP_STEPS
 
 
 @dataclasses.dataclass

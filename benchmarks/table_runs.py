@@ -34,7 +34,7 @@ from lab.ranks.forked import preload
 from lab.replace import replaced
 from lab.trace.memory import resident_bytes
 from lab.trace.meter import Meter
-from training.run import WARMUP_STEPS
+from training.report import WARMUP_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE, BATCH_SIZE, STEPS, RUNS = "8layers", 16, 4, 5

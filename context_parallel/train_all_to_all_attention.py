@@ -98,7 +98,7 @@ def main(cluster: Cluster, args: ContextArgs) -> None:
         model.finish_gradient_sync()
         optimizer.step()
         run.record(loss)
-    run.finish(model, model.traffic(x.shape, all_to_all_layer), activations_bytes=observed.kept_bytes)
+    run.finish(model, model.traffic(x.shape, all_to_all_layer), **observed.fields())
 
 
 if __name__ == "__main__":

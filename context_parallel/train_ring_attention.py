@@ -176,7 +176,7 @@ def main(cluster: Cluster, args: Args) -> None:
         model.finish_gradient_sync()
         optimizer.step()
         run.record(loss)
-    run.finish(model, model.traffic(x.shape, ring_layer), activations_bytes=observed.kept_bytes)
+    run.finish(model, model.traffic(x.shape, ring_layer), **observed.fields())
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def main(cluster: Cluster, args: Args) -> None:
         Console(stderr=args.json).print(table)
     replicas_equal = len(set(replica_digests(cluster, model))) == 1
     figures = meter.finish(accuracy=accuracies, drift=drifts, replicas_equal=replicas_equal)
-    print_report(cluster, figures, args.json, args.verbose)
+    meaning = "Each rank has trained a model of its own, on its part of the data."
+    print_report(cluster, figures, args.json, args.verbose, meaning=meaning)
 
 
 if __name__ == "__main__":

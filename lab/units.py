@@ -1,6 +1,7 @@
 """Read times and rates (0.2ms, 1gbit), and show times, sizes and rates (75.97 ms, 1.5 MB, 19.20 Gbit/s)."""
 
 import re
+from collections.abc import Sequence
 
 from rich import filesize
 
@@ -49,6 +50,14 @@ def show_rate(seconds_per_byte: float) -> str:
     return (
         f"{_four_digits(8e-9 / seconds_per_byte)} Gbit/s" if seconds_per_byte > 0 else "too fast to measure"
     )
+
+
+def show_checked(counted: Sequence[int], formula: Sequence[int]) -> str:
+    """Return the end of a sentence: whether what was counted is what the formula says."""
+    if list(counted) == list(formula):
+        return ", as the formula says"
+    found, expected = (" and ".join(f"{value:,}" for value in values) for values in (counted, formula))
+    return f"; {found} in all, where the formula says {expected}"
 
 
 def _four_digits(value: float) -> str:

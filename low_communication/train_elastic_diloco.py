@@ -186,7 +186,9 @@ def report(args: ElasticDiLoCoArgs, meter: Meter, model: nn.Module, survivors: S
         survivors=survivors.names, joins=survivors.joins, sync_every=args.sync_every,
         replicas_equal=len(set(digests)) == 1, replica_digest=digests[0][:16],
     )  # fmt: skip
-    print_report(survivors.cluster, figures, args.json, args.verbose)
+    meaning = f"{len(survivors.names)} ranks were there at the end, and {survivors.joins} had come back "
+    meaning += "meanwhile; a synchronisation takes the mean over those who are there."
+    print_report(survivors.cluster, figures, args.json, args.verbose, meaning=meaning)
     refuse_unequal(digests)
 
 

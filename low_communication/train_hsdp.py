@@ -157,13 +157,15 @@ class Args(ZeroArgs):
     there is only one, each half of an even number of ranks stands for one."""
 
 
-def sent_along(run: Run) -> dict[str, int]:
+def sent_along(run: Run) -> dict[str, Any]:
     """Return, for the report, what this rank has sent within its machine, and to other machines."""
     rows = [(entry.axis, traffic.bytes_sent) for entry, traffic in run.traffic.items()]
-    return {
-        f"{axis}_bytes_sent": sum(sent for its, sent in rows if its == axis)
-        for axis in ("shards", "replicas")
-    }
+    inside, outside = (sum(sent for its, sent in rows if its == axis) for axis in ("shards", "replicas"))
+    figures: dict[str, Any] = {"shards_bytes_sent": inside, "replicas_bytes_sent": outside}
+    if outside:
+        share = f"{outside / (inside + outside):.0%} of what rank 0 sent left its machine"
+        figures["meaning"] = f"{share}: gradients of its shard, averaged there before."
+    return figures
 
 
 def main(cluster: Cluster, args: Args) -> None:
@@ -175,8 +177,7 @@ def main(cluster: Cluster, args: Args) -> None:
     for group in (shard_group, replicas):
         use_pattern(args.pattern, group)
     model = HybridShardedDataParallel(module, shard_group, replicas)
-    optimizer_class, options = args.optimizer_class()
-    optimizer = optimizer_class(model.parameters(), **options)
+    optimizer = run.optimizer(model)
     memory = MemoryReport(model, optimizer, owned(3, shares_of(module, model.parameter_shards), args.states))
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()

@@ -13,9 +13,11 @@ from comm.exchange import exchange
 from comm.patterns import measure_link
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.launch.threads import own_cores
 from lab.trace import timeline
 from lab.trace.makespan import figures_of
 from lab.trace.memory import saved_activations
+from lab.units import show_bytes, show_seconds
 from pipeline_parallel.stage import Balance
 from training.run import Run
 from training.validate import tick_seconds
@@ -75,20 +77,31 @@ def begin(cluster: Cluster, args: Args, run_mode: str) -> tuple[Run, nn.Module, 
     }  # fmt: skip
 
 
-def figures(cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Return the report's rows about the schedule, on rank 0. Lists have a value for each rank.
+def figures(
+    cluster: Cluster, args: Args, pipeline: Any, x: Tensor, y: Tensor, bubble: float | None
+) -> dict[str, Any]:
+    """Return what the report says about the schedule, on rank 0. Lists have a value for each rank.
 
-    All ranks call it. The activations are those of one more step, on the batch x and y, in which the memory
-    of all that autograd saves is looked up.
+    All ranks call it, with the bubble by formula, or None where there is no formula. The activations are
+    those of one more step, on the batch x and y, in which the memory of all that autograd saves is looked up.
     """
     timeline.stop_recording()
     actions = [event for event in timeline.recorded() if "action" in event.args]
-    rows = figures_of(gather_events(actions), cluster.world_size)
+    found, rows = figures_of(gather_events(actions), cluster.world_size), {}
     if args.metronome is None:
         pipeline.zero_grad()
         with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
             pipeline.step(x, y)
-        rows["activations_bytes"] = exchange(watch.peak_bytes)
+        found["activations_bytes"] = exchange(watch.peak_bytes)
+        kept, held = map(show_bytes, found["activations_bytes"]), map(str, found["microbatches_held"])
+        rows["activations"] = f"{', '.join(kept)} (of {', '.join(held)} microbatches)"
+    by_formula = "" if bubble is None else f"; by formula {bubble:.0%}"
+    rows["bubble"] = f"{found['bubble']:.0%} of {show_seconds(found['makespan_seconds'])}{by_formula}"
     if args.trace is not None:
-        rows["compared_by"] = f"python pipeline_parallel/analysis/compare.py {args.trace}"
-    return rows if cluster.is_main else {}
+        rows["compare by"] = f"python pipeline_parallel/analysis/compare.py {args.trace}"
+    meaning = f"The ranks were idle for {found['bubble']:.0%} of the step"
+    if args.metronome is None and cluster.world_size > (cores := len(own_cores())):
+        shared = f"{cluster.world_size} ranks share {cores} cores"
+        meaning += f", but {shared}: ARGS='--metronome 20ms' shows the schedule alone"
+    found |= {"bubble_formula": bubble, "rows": rows, "meaning": f"{meaning}."}
+    return found if cluster.is_main else {}

@@ -93,8 +93,8 @@ def main(cluster: Cluster, args: Args) -> None:
         pipeline.finish_gradient_sync()  # of an embedding that two stages share
         optimizer.step()
         run.record(loss)  # None on all ranks but the last
-    rows = figures(cluster, args, pipeline, x, y)
-    run.finish(pipeline, traffic=pipeline.traffic(), bubble_formula=(p - 1) / (m + p - 1), **rows)
+    rows = figures(cluster, args, pipeline, x, y, bubble=(p - 1) / (m + p - 1))
+    run.finish(pipeline, traffic=pipeline.traffic(), **rows)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def main(cluster: Cluster, args: InterleavedArgs) -> None:
         optimizer.step()
         run.record(loss)  # None on all ranks but the last
     formula = (p - 1) / (v * m + p - 1) if m >= p else None
-    rows = figures(cluster, args, pipeline, x, y)
-    run.finish(pipeline, traffic=pipeline.traffic(), bubble_formula=formula, **rows)
+    rows = figures(cluster, args, pipeline, x, y, bubble=formula)
+    run.finish(pipeline, traffic=pipeline.traffic(), **rows)
 
 
 if __name__ == "__main__":

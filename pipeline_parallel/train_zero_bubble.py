@@ -62,8 +62,7 @@ def main(cluster: Cluster, args: ZeroBubbleArgs) -> None:
         run.record(loss)  # None on ranks without the last stage
     n, fewest = {"zb_h1": (1, p), "zb_v": (2, 2 * p - 1), "dualpipe_v": (2, 2 * p)}[args.schedule]
     formula = (p - 1) / (3 * n * m + p - 1) if m >= fewest else None  # for f = i = w
-    rows = figures(cluster, args, pipeline, x, y)
-    rows |= {"bubble_formula": formula, "schedule": args.schedule}
+    rows = figures(cluster, args, pipeline, x, y, bubble=formula)
     run.finish(pipeline, traffic=pipeline.traffic(), **rows)
 
 

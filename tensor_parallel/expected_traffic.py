@@ -22,6 +22,7 @@ from comm.cost import expected_traffic
 from lab.models.model import GPT, FeedForward, GPTConfig
 from lab.trace.ledger import Traffic
 from lab.trace.memory import Observed
+from lab.units import show_bytes, show_checked
 
 Ops = list[tuple[str, int]]  # collectives, each with the number of elements of its full tensor
 
@@ -32,10 +33,12 @@ def block_figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[
     `model` is a TensorParallel, and `shape` that of the input: batch, time.
     """
     ranks, by_tokens = dist.get_world_size(model.group), model.sequence_parallel
-    return {
-        "block_bytes": observed.sent_bytes,
-        "block_bytes_formula": ExpectedTraffic(model).of_parts(shape, ["blocks.0"]).bytes_sent,
-        "activations_bytes": observed.kept_bytes,
+    fields, sent = observed.fields(), observed.sent_bytes
+    formula = ExpectedTraffic(model).of_parts(shape, ["blocks.0"]).bytes_sent
+    fields["rows"]["a block sends"] = show_bytes(sent) + show_checked([sent], [formula])
+    return fields | {
+        "block_bytes": sent,
+        "block_bytes_formula": formula,
         "activations_formula_bytes": activations_formula(model.plain.config, shape[0], ranks, by_tokens),
     }
 

@@ -18,10 +18,14 @@ from training.arguments import NotOffered
 from training.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
-MODES: list[tuple[str, str, str]] = re.findall(
-    r"^(\w+) +(\S+\.py) +(.+)$", (ROOT / "entrypoint.sh").read_text(), re.MULTILINE
+TABLE: list[tuple[str, str, str, str]] = re.findall(
+    r"^(\w+) +(\S+\.py) +(.+?)(?: \| (.+))?$", (ROOT / "entrypoint.sh").read_text(), re.MULTILINE
 )
+MODES = [row[:3] for row in TABLE]
 """RUN_MODE, script, and what entrypoint.sh says that it teaches."""
+
+NEXT = {mode: what for mode, _, _, what in TABLE if what}
+"""By RUN_MODE the command that comes next, and what it shows."""
 
 SCRIPTS = {mode: script for mode, script, _ in MODES}
 

@@ -103,10 +103,15 @@ class TrainArgs(OtherOptions):
         own = {"num_layers": self.layers, "block_size": self.length}
         return GPTConfig.named(self.size, **{name: size for name, size in own.items() if size is not None})
 
+    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
+        """Return the class of the optimizer, and its options."""
+        optimizer_class, options, _ = OPTIMIZERS[self.optimizer]
+        return optimizer_class, {**options, "lr": self.lr}
+
     @property
     def flops_dtype(self) -> torch.dtype | None:
         """Return the type of numbers in which the model computes; None if no formula counts its FLOPs."""
-        if self.experts > 1:
+        if self.model != "gpt" or self.experts > 1 or self.metronome is not None:
             return None
         return torch.bfloat16 if self.bf16 else torch.float32
 
@@ -170,11 +175,6 @@ class ZeroArgs(ClipArgs, AccumulationArgs):
     chunk in segments; tree sends all data through rank 0; torch is PyTorch's own. Left out: ring
     with gloo, torch with nccl."""
     metronome: NotOffered = None  # a metronome runs no layer, and what layers use is sharded
-
-    def optimizer_class(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return the class of the optimizer, and its options."""
-        optimizer_class, options, _ = OPTIMIZERS[self.optimizer]
-        return optimizer_class, {**options, "lr": self.lr}
 
     @property
     def states(self) -> int:

@@ -36,9 +36,9 @@ class TrainingData:
     ) -> None:
         self._batch_size, self._seed, self._block_size = batch_size, seed, block_size
         self._ignore_first = ignore_first  # targets of a window, at most
-        self._is_text = model == "gpt"
+        self.is_text = model == "gpt"
         self.everything: Tensor  # the ranks compare it before the first step
-        if self._is_text:
+        if self.is_text:
             self.everything = load_corpus()
             self._corpus, self._held_out_corpus = split(self.everything)
         else:
@@ -48,11 +48,11 @@ class TrainingData:
     @property
     def tokens_per_step(self) -> int:
         """Return the tokens of a global batch; for digits, the images."""
-        return self._batch_size * (self._block_size if self._is_text else 1)
+        return self._batch_size * (self._block_size if self.is_text else 1)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the global batch (x, y) of a step."""
-        if self._is_text:
+        if self.is_text:
             x, y = global_batch(self._corpus, self._seed, step, self._batch_size, self._block_size)
             return x, self._without_prompts(y, step)
         chosen = np.random.default_rng((self._seed, step)).integers(len(self._images), size=self._batch_size)
@@ -77,7 +77,7 @@ class TrainingData:
         Text: windows at equal distances in the held-out corpus. Digits: all test images; the last batch
         repeats some, and these do not count.
         """
-        if self._is_text:
+        if self.is_text:
             corpus, size = self._held_out_corpus, self._block_size
             number = VALIDATION_BATCHES * self._batch_size
             starts = torch.arange(number) * (len(corpus) - size - 1) // number

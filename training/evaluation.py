@@ -1,4 +1,4 @@
-"""Compute the loss on held-out data: the same number in every mode, on any number of ranks.
+"""Compute the loss on held-out data, and the mean loss of a step: the same on any number of ranks.
 
       rank 0   slice 0 ─► outputs ─► sum of losses, right answers ─┐
       rank 1   slice 1 ─► outputs ─► sum of losses, right answers ─┼─ all-reduce, sum ─► / tokens
@@ -9,12 +9,16 @@ Ranks add sums, not means: so it does not matter which rank has which example, o
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm.collectives import all_reduce
+from lab.launch.errors import WorkbookError
+from lab.trace.ledger import LEDGER
+from training.data import TrainingData
 
 Sums = Tensor  # float64: the sum of losses, the number of right answers
 
@@ -41,7 +45,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def held_out_means(
-    batches: Iterable[tuple[Tensor, Tensor, Tensor]],
+    batches: Iterable[Iterable[Tensor]],
     sums: Callable[[Tensor, Tensor, Tensor], Sums | None],
     tokens: int,
     device: torch.device,
@@ -60,3 +64,43 @@ def held_out_means(
     all_reduce(total, pattern=pattern)
     loss, right = (total / tokens).tolist()
     return loss, right
+
+
+def mean_of_losses(loss: Tensor | None, device: torch.device, pattern: str) -> Tensor:
+    """Return the mean of the losses of the ranks that have one. All ranks must call it."""
+    sum_and_number = torch.zeros(2, device=device)
+    if loss is not None:
+        sum_and_number[0], sum_and_number[1] = loss, 1
+    all_reduce(sum_and_number, pattern=pattern)
+    if not sum_and_number[1]:
+        raise WorkbookError("No rank has a loss of this step: call run.record(loss) in the loop.")
+    return sum_and_number[0] / sum_and_number[1]
+
+
+class Evaluation:
+    """Computes the loss of a run's model on held-out data, and has the `figures` of the last time.
+
+    `own_slice` returns this rank's part of a batch's x, y or counts.
+    """
+
+    def __init__(
+        self, data: TrainingData, own_slice: Callable[[Tensor], Tensor], device: torch.device, pattern: str
+    ) -> None:
+        self._data, self._own_slice, self._device, self._pattern = data, own_slice, device, pattern
+        self._bytes_sent = 0
+        self.figures: dict[str, float] = {}
+
+    def measure(self, model: Any) -> float:
+        """Return the loss. What this rank sends for it is counted apart from the training's."""
+        batches = (map(self._own_slice, batch) for batch in self._data.held_out())
+        sums = getattr(model, "evaluation_sums", lambda x, y, counts: sums_of(model(x), y, counts))
+        before = LEDGER.total()
+        with evaluating(model):
+            loss, right = held_out_means(
+                batches, sums, self._data.held_out_tokens, self._device, self._pattern
+            )
+        self._bytes_sent += (LEDGER.total() - before).bytes_sent
+        self.figures = {"validation_loss": loss, "validation_bytes_sent": self._bytes_sent}
+        if not self._data.is_text:
+            self.figures["validation_accuracy"] = right
+        return loss

@@ -11,7 +11,7 @@
 The guard only observes, from outside: a wrapper that nobody watches trains the same, and refuses nothing.
 
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
-      watch(model)                              the same for one object; `Run.batches` calls it
+      watch(model)                              the same for one object; `Run.batches` has it called
 
 All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
@@ -67,13 +67,15 @@ class Shard(Tensor):
 _guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary()
 
 
-def is_watchable(wrapper: object) -> bool:
-    """Return whether this model or optimizer averages gradients over ranks, and is run by its forward.
+def watch_wrappers(*objects: object) -> None:
+    """Watch those of these models and optimizers that average gradients over ranks.
 
-    A pipeline and a mesh have no forward: their parts are watched.
+    A pipeline and a mesh are not run by their forward: their parts are watched.
     """
-    has_forward = not isinstance(wrapper, nn.Module) or type(wrapper).forward is not nn.Module.forward
-    return hasattr(wrapper, "finish_gradient_sync") and has_forward and not hasattr(wrapper, "stages")
+    for one in objects:
+        has_forward = not isinstance(one, nn.Module) or type(one).forward is not nn.Module.forward
+        if hasattr(one, "finish_gradient_sync") and has_forward and not hasattr(one, "stages"):
+            watch(one)
 
 
 def watch(wrapper: Watched) -> Watched:

@@ -29,6 +29,9 @@ from lab.trace.ledger import Entry, Traffic
 from lab.trace.overlap import overlap_of, per_step
 from training import conclusion
 
+WARMUP_STEPS = 2  # neither timed nor drawn
+DRAWN_STEPS = 3  # in a picture; more would not make it clearer
+
 
 def spans_of(windows: Sequence[tuple[int, int]]) -> list[list[Event]]:
     """Return this rank's spans in each step, from the starts and ends of the steps."""
@@ -68,9 +71,10 @@ def replica_digests(cluster: Cluster, module: nn.Module) -> list[str]:
 
 
 def draw_trace(
-    cluster: Cluster, run_mode: str, folder: str, steps: Sequence[Sequence[Event]], as_json: bool
+    cluster: Cluster, run_mode: str, folder: str, windows: Sequence[tuple[int, int]], as_json: bool
 ) -> None:
-    """Write the files of --trace, from this rank's spans of some steps. All ranks must call it."""
+    """Write the files of --trace, from this rank's spans of some of the steps. All ranks must call it."""
+    steps = spans_of(windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or windows)
     title = f"{run_mode}, {cluster.world_size} ranks"
     everyones = gather_events([event for events in steps for event in events])
     name = f"{run_mode}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
@@ -93,10 +97,16 @@ def draw_trace(
 
 
 def print_report(
-    cluster: Cluster, figures: dict[str, Any], as_json: bool = False, verbose: bool = False
+    cluster: Cluster,
+    figures: dict[str, Any],
+    as_json: bool = False,
+    verbose: bool = False,
+    rows: Mapping[str, str] | None = None,
+    meaning: str | None = None,
 ) -> None:
     """Print a run's report on rank 0: ten rows at most and what they mean, or with `verbose` all figures.
 
+    `rows` and `meaning` are those that only this lesson can give: texts by their names, and a sentence.
     With `as_json` print the figures as one line of JSON on stdout, and the report on stderr.
     """
     if not cluster.is_main:
@@ -106,10 +116,10 @@ def print_report(
     ranks = f"{cluster.world_size} rank{'s' * (cluster.world_size > 1)}"
     title = f"{figures['run_mode']}, {ranks}, {figures['steps']} steps"
     table = Table(show_header=False, title=None if verbose else title, title_justify="left")
-    for name, value in every_row if verbose else conclusion.rows(figures):
+    for name, value in every_row if verbose else conclusion.rows(figures, rows or {}):
         table.add_row(name, Text(value))
     console.print(table)
-    for sentence in conclusion.sentences(figures):
+    for sentence in conclusion.sentences(figures, meaning):
         console.print(Text(sentence), soft_wrap=True)
     if as_json:
         print(json.dumps(figures, allow_nan=False, default=str), flush=True)

@@ -24,7 +24,7 @@ together; a plain module needs none of them.
     mean_loss(loss)                   the mean over ranks, if it is not that of all ranks that have a loss
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comm.collectives import all_reduce, default_pattern, use_pattern
+from comm.collectives import default_pattern, use_pattern
 from comm.cost import Link
 from comm.same_start import check_same_start
 from comm.wire import slow_link
@@ -44,32 +44,22 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, BabyCNN, MLPConfig
 from lab.models.text import rank_slice
 from lab.trace import timeline
-from lab.trace.ledger import LEDGER, Entry, Traffic
+from lab.trace.ledger import Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.observer import observe_module, observe_optimizer
-from training import guard
-from training.arguments import OPTIMIZERS, TrainArgs, given
+from training import guard, report
+from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce, measure_flops
 from training.data import TrainingData, seed_step
-from training.evaluation import evaluating, held_out_means, sums_of
+from training.evaluation import Evaluation, mean_of_losses
 from training.finite import CURE, refuse_not_finite
 from training.predict import predicted_seconds
-from training.report import (
-    draw_trace,
-    overlap_figures,
-    pattern_and_transport,
-    print_report,
-    replica_digests,
-    spans_of,
-)
 from training.resuming import Resuming
 from training.valid_targets import valid_targets
 from training.validate import tick_seconds, validate_arguments, validate_folder
 
-WARMUP_STEPS = 2  # neither timed nor drawn
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
-DRAWN_STEPS = 3  # in a picture; more would not make it clearer
 
 
 class Run:
@@ -113,7 +103,7 @@ class Run:
         validate_arguments(args, self._share[1])
         if args.trace is not None:
             validate_folder(cluster, "--trace", args.trace)
-        tied = {"head.weight": "token_embedding.weight"} if self._is_gpt and self._config.tied else {}
+        tied = {"head.weight": "token_embedding.weight"} if self._data.is_text and self._config.tied else {}
         self._resuming = Resuming(cluster, args, {"made_with": args.made_with(), "tied": tied})
         self._tick = None if args.metronome is None else tick_seconds(args.metronome)
         use_transport(args.transport)
@@ -121,16 +111,10 @@ class Run:
         use_pattern(args.pattern)
         self.pattern = args.pattern or default_pattern("all_reduce")
         self._expected = Traffic()
-        self._validation: dict[str, float] = {}
-        self._validation_bytes = 0
+        self._evaluation = Evaluation(self._data, self._own_slice, cluster.device, self.pattern)
         self._meter: Meter | None = None
-        self._peak_flops: float | None = None
         self._until_reported = ExitStack()
         self._record = StepRecord()
-
-    @property
-    def _is_gpt(self) -> bool:
-        return self._args.model == "gpt"
 
     def model(self) -> nn.Module:
         """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
@@ -147,9 +131,8 @@ class Run:
         """Return the optimizer of --optimizer, or AdamW; under the metronome one that takes no time."""
         if self._tick is not None:
             return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.0)
-        optimizer_class: Any
-        optimizer_class, options, _ = OPTIMIZERS[self._args.optimizer]
-        return optimizer_class(model.parameters(), lr=self._args.lr, **options)
+        optimizer_class, options = self._args.optimizer_class()
+        return optimizer_class(model.parameters(), **options)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's slice (x, y) of the global batch, which is a pure function of seed and step."""
@@ -202,9 +185,7 @@ class Run:
 
     def _observe(self, model: Any, optimizer: Optimizer) -> list[Any]:
         """Attach the guard, the search for gradients that are not finite, and what records the spans."""
-        for wrapper in (model, optimizer):
-            if guard.is_watchable(wrapper):
-                guard.watch(wrapper)
+        guard.watch_wrappers(model, optimizer)
         handles = observe_optimizer(optimizer)
         for module, describe in getattr(model, "observed", lambda: [(model, None)])():
             handles += observe_module(module, describe)
@@ -218,19 +199,13 @@ class Run:
     def _begin(self) -> Meter:
         if self.link is None:
             self.link = measure_all_reduce(self.pattern, device=self._cluster.device)
-        self._peak_flops = self._measured_flops()
+        if (dtype := self._args.flops_dtype) is not None:
+            self._peak_flops = measure_flops(self._cluster.device, dtype)
         timeline.start_recording(self._cluster.device)
         run = self._cluster, self._run_mode, self._args.steps, self._data.tokens_per_step
-        how = WARMUP_STEPS, self._resuming.first_step, "tokens" if self._is_gpt else "images"
+        how = report.WARMUP_STEPS, self._resuming.first_step, "tokens" if self._data.is_text else "images"
         self._meter = Meter(*run, self._args.json, *how, self._args.sync_every)
         return self._meter
-
-    def _measured_flops(self) -> float | None:
-        """Return the device's peak, of which MFU is a share; None where there is no formula of the FLOPs."""
-        dtype = self._args.flops_dtype
-        if not self._is_gpt or self._tick is not None or dtype is None:
-            return None
-        return measure_flops(self._cluster.device, dtype)
 
     @property
     def _steps_done(self) -> int:
@@ -255,13 +230,7 @@ class Run:
         if loss is not None and hasattr(model, "mean_loss"):
             mean = model.mean_loss(loss)
         else:
-            sum_and_number = torch.zeros(2, device=self._cluster.device)
-            if loss is not None:
-                sum_and_number[0], sum_and_number[1] = loss, 1
-            all_reduce(sum_and_number, pattern=self.pattern)
-            if not sum_and_number[1]:
-                raise WorkbookError("No rank has a loss of this step: call run.record(loss) in the loop.")
-            mean = sum_and_number[0] / sum_and_number[1]
+            mean = mean_of_losses(loss, self._cluster.device, self.pattern)
         if not self._args.allow_nonfinite and not mean.isfinite():
             raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean
@@ -272,32 +241,27 @@ class Run:
         return {} if self._meter is None else self._meter.traffic
 
     def _evaluate(self, done: int, model: nn.Module) -> None:
-        """Compute the loss on held-out data, after every --eval-every steps and after the last.
-
-        What ranks send for it is counted separately. Under the metronome there is no evaluation.
-        """
+        """Evaluate after every --eval-every steps and after the last; with the metronome there is nothing."""
         args = self._args
         is_due = done == args.steps or (args.eval_every and done % args.eval_every == 0)
-        if not is_due or self._tick is not None:
-            return
-        batches = (map(self._own_slice, batch) for batch in self._data.held_out())
-        tokens, device = self._data.held_out_tokens, self._cluster.device
-        before = LEDGER.total()
-        sums: Any = getattr(model, "evaluation_sums", lambda x, y, counts: sums_of(model(x), y, counts))
-        with evaluating(model):
-            loss, right = held_out_means(batches, sums, tokens, device, self.pattern)  # type: ignore[arg-type]
-        self._validation_bytes += (LEDGER.total() - before).bytes_sent
-        self._validation = {"validation_loss": loss, "validation_bytes_sent": self._validation_bytes}
-        if not self._is_gpt:
-            self._validation["validation_accuracy"] = right
-        if done < args.steps and self._meter is not None:
-            self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
+        if is_due and self._tick is None:
+            loss = self._evaluation.measure(model)
+            if done < args.steps and self._meter is not None:
+                self._meter.note(f"step {done}/{args.steps}  validation loss {loss:.4f}")
 
-    def finish(self, model: nn.Module, traffic: Traffic | None = None, **extras: Any) -> dict[str, Any]:
+    def finish(
+        self,
+        model: nn.Module,
+        traffic: Traffic | None = None,
+        rows: Mapping[str, str] | None = None,
+        meaning: str | None = None,
+        **extras: Any,
+    ) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
         `traffic` is what this rank should send by the lesson's formula each time that the ranks communicate,
-        which is in every step, or in every `sync_every`-th and the last. `extras` are the lesson's own rows.
+        which is in every step, or in every `sync_every`-th and the last. `extras` are the lesson's own
+        figures; the short report has what `rows` and `meaning` say: texts by their names, and a sentence.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 
@@ -305,46 +269,45 @@ class Run:
         over `observed_steps` steps: the first ones after the warm-up. The others are for the whole run.
         """
         with self._until_reported:
-            return self._report(model, traffic or Traffic(), extras)
+            return self._report(model, traffic or Traffic(), extras, rows=rows, meaning=meaning)
 
-    def _report(self, model: nn.Module, traffic: Traffic, extras: dict[str, Any]) -> dict[str, Any]:
+    def _report(
+        self, model: nn.Module, traffic: Traffic, extras: dict[str, Any], **words: Any
+    ) -> dict[str, Any]:
         cluster, args, meter, link = self._cluster, self._args, self._meter, self.link
         assert meter is not None and link is not None, "there was no step"
         timeline.stop_recording()
         done = range(self._resuming.first_step + 1, self.current_step)
         expected = self._expected + traffic * sum(map(self._communicates, done))
-        warmup = min(WARMUP_STEPS, len(meter.windows) // 2)
-        steps, is_measured = spans_of(meter.windows[warmup:RECORDED_STEPS]), self.not_measured is None
+        warmup = min(report.WARMUP_STEPS, len(meter.windows) // 2)
+        steps = report.spans_of(meter.windows[warmup:RECORDED_STEPS]) if self.not_measured is None else []
         if self.not_measured is not None:
             extras |= {"not_measured": f"compute, communication, hidden share: {self.not_measured}"}
         if self._tick is not None:
             extras |= {"metronome": f"{args.metronome}: a clock replaces computing, so there is no loss"}
-        if self._is_data_parallel and args.sync_every == 1 and is_measured:
-            extras |= {
-                "predicted_step_seconds": predicted_seconds(
-                    steps, meter.traffic, self.pattern, cluster.world_size, link
-                )
-            }
-        digests = replica_digests(cluster, model)
+        if self._is_data_parallel and args.sync_every == 1:
+            predicted = predicted_seconds(steps, meter.traffic, self.pattern, cluster.world_size, link)
+            extras |= {"predicted_step_seconds": predicted}
+        digests = report.replica_digests(cluster, model)
         summary = meter.finish(
-            **pattern_and_transport(meter.traffic, self.pattern),
+            **report.pattern_and_transport(meter.traffic, self.pattern),
             observed_steps=len(steps),
-            **overlap_figures(steps if is_measured else []),
+            **report.overlap_figures(steps),
             alpha_seconds=link.alpha,
             beta_seconds_per_byte=link.beta,
             bytes_formula=expected.bytes_sent,
             messages_formula=expected.messages_sent,
-            **self._validation,
+            **self._evaluation.figures,
             replicas_equal=len(set(digests)) == 1,
             replica_digest=digests[cluster.rank][:16],
             **extras,
         )
-        if self._peak_flops is not None:
-            peak = max(self._peak_flops, self._measured_flops() or 0.0)  # other programs only make it less
+        if (dtype := args.flops_dtype) is not None:
+            # Other programs only make the device's peak less.
+            peak = max(self._peak_flops, measure_flops(cluster.device, dtype))
             summary["mfu"] = summary["tokens_per_second"] * self._config.flops_per_token / peak
-        print_report(cluster, summary, args.json, args.verbose)
+        report.print_report(cluster, summary, args.json, args.verbose, **words)
         if args.trace is not None:
-            drawn = meter.windows[WARMUP_STEPS : WARMUP_STEPS + DRAWN_STEPS] or meter.windows
-            draw_trace(cluster, self._run_mode, args.trace, spans_of(drawn), args.json)
+            report.draw_trace(cluster, self._run_mode, args.trace, meter.windows, args.json)
         refuse_unequal(digests)
         return summary

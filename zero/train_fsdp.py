@@ -189,8 +189,7 @@ def main(cluster: Cluster, args: Args) -> None:
     if cluster.device.type == "cuda":
         run.not_measured = "FSDP2 waits on CUDA streams of its own, which no span records"
     model = shard(run.model(), cluster.device, args.bf16, args.reshard_after_forward)
-    optimizer_class, options = args.optimizer_class()
-    optimizer = optimizer_class(model.parameters(), **options)
+    optimizer = run.optimizer(model)
     mine = [(p.numel(), p.to_local().numel(), p.itemsize, p.requires_grad) for p in model.parameters()]
     shares = [Share(*numbers) for numbers in mine]  # some rows of each parameter
     memory = MemoryReport(model, optimizer, owned(3, shares, args.states))

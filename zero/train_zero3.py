@@ -447,8 +447,7 @@ def main(cluster: Cluster, args: Args) -> None:
         recompute_blocks(module)
     dtype = torch.bfloat16 if args.bf16 else None
     model = FullyShardedDataParallel(module, None, dtype, args.reshard_after_forward)
-    optimizer_class, options = args.optimizer_class()
-    optimizer = optimizer_class(model.parameters(), **options)
+    optimizer = run.optimizer(model)
     memory = MemoryReport(model, optimizer, owned(3, shares_of(module, model.parameter_shards), args.states))
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ lists Python's tensors. A storage that ZeRO 3 has freed has a size of 0.
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lab.trace.ledger import LEDGER
+from lab.units import show_bytes, show_checked
 
 
 def live_bytes(classes: Mapping[str, Iterable[Tensor | None]]) -> dict[str, int]:
@@ -150,8 +151,10 @@ class Observed:
                 part.register_full_backward_hook(lambda *_: self._count_for_the_last_time()),
             ]
 
-    def forward(self) -> Any:
-        return nullcontext()
+    def fields(self) -> dict[str, Any]:
+        """Return what the first forward has kept, and its row for `Run.finish`."""
+        kept = self.kept_bytes or 0
+        return {"activations_bytes": kept, "rows": {"activations": show_bytes(kept)}}
 
     def _begin(self, *_: Any) -> None:
         if self.kept_bytes is None and torch.is_grad_enabled():
@@ -208,11 +211,17 @@ class MemoryReport(Observed):
         other = sizes.pop("other")
         return {**sizes, "other_tensors": other, "activations": self.kept_bytes or 0}
 
-    def fields(self) -> dict[str, int]:
-        """Return what this rank holds and should hold. What it holds beyond the formula is padding."""
-        held = self.measure()
+    def fields(self) -> dict[str, Any]:
+        """Return what this rank holds and should hold, and the rows for `Run.finish`.
+
+        What it holds beyond the formula is padding.
+        """
+        held, should = self.measure(), self._should
+        kept = ", ".join(f"{show_bytes(held[name])} of {name.replace('_', ' ')}" for name in should)
+        kept += show_checked([held[name] for name in should], list(should.values()))
         return {
             **{f"{name}_bytes": size for name, size in held.items()},
-            "padding_bytes": sum(held[name] - size for name, size in self._should.items()),
-            **{f"formula_{name}_bytes": size for name, size in self._should.items()},
+            "padding_bytes": sum(held[name] - size for name, size in should.items()),
+            **{f"formula_{name}_bytes": size for name, size in should.items()},
+            "rows": {"a rank keeps": kept, "activations": show_bytes(held["activations"])},
         }

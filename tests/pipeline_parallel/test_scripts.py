@@ -82,8 +82,12 @@ def test_the_metronome_replaces_computing_and_takes_no_less_than_the_formula_and
 
 
 def test_a_trace_is_compared_with_the_simulation_the_formula_and_all_schedules(tmp_path, capsys):
-    options = ("--trace", str(tmp_path), "--metronome", "2ms")
-    command = run_ranks(lambda cluster: run(cluster, "interleaved", *options).get("compared_by"), 2)[0]
+    def work(cluster: Cluster) -> dict[str, str] | None:
+        with mock.patch("training.report.print_report") as printed:
+            run(cluster, "interleaved", "--trace", str(tmp_path), "--metronome", "2ms")
+        return printed.call_args.kwargs["rows"]
+
+    command = run_ranks(work, 2)[0]["compare by"]
     capsys.readouterr()
     [picture], [trace] = (
         tmp_path.glob("pipeline_interleaved_*.png"),

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,7 +12,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
 from lab.what_changed import SHORT
-from tests import run_modes
+from tests.run_modes import NEXT, SCRIPTS, offers
 from tests.training.attempts import train
 from training import conclusion
 from training.report import median, pattern_and_transport, print_report
@@ -63,19 +62,17 @@ def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
 
 
 def test_what_to_run_next_is_offered_there():
-    named = {mode: re.findall(r"RUN_MODE=(\w+)|--([a-z-]+)", text) for mode, text in conclusion.NEXT.items()}
-    compared = {
-        mode: [SHORT.get(name, name) for name in re.findall(r"(\w+)[ ']", text.partition(" ARGS")[0])]
-        for mode, text in conclusion.NEXT.items()
-        if text.startswith("MODES")
-    }
-    assert all(mode in modes for mode, modes in compared.items())
-    assert set(named) == {mode for mode, _, _ in run_modes.MODES} - {"comm", "point_to_point"}
-    for mode, words in named.items():
-        for other, option in words:
-            assert (
-                other in run_modes.SCRIPTS if other else run_modes.offers(mode, option.replace("-", "_"))
-            ), mode
+    assert set(NEXT) == set(SCRIPTS) - {"comm", "point_to_point"}
+    for mode, text in NEXT.items():
+        run = re.match(r"make run RUN_MODE=(\w+) ", text)
+        compared = re.match(r"make compare MODES='(.+?)' ", text)
+        assert run or compared, mode
+        names = [run[1]] if run else [SHORT.get(name, name) for name in compared[1].split()]
+        assert run or mode in names
+        for name in names:
+            assert name in SCRIPTS, mode
+            for option in re.findall(r"--([a-z-]+)", text):
+                assert offers(name, option.replace("-", "_")), (mode, name, option)
 
 
 def test_a_sentence_fits_the_number_of_ranks():
@@ -92,19 +89,12 @@ def test_a_sentence_fits_the_number_of_ranks():
         "hidden_share": 0.0,
         "blocking_share": 1.0,
     }
-    [said] = conclusion.sentences(figures)
+    [said] = conclusion.sentences(figures, None)
     assert said == "One rank sends nothing: make run RUN_MODE=zero1 WORLD_SIZE=2 divides the work."
-    assert "communication" not in dict(conclusion.rows(figures))
-    *_, said = conclusion.sentences(figures | {"world_size": 4})
-    assert said.startswith("make run WORLD_SIZE=4 RUN_MODE=zero2 ")
-
-
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "dualpipe_v"])
-def test_a_v_shaped_pipeline_is_not_told_to_run_a_v(schedule: str):
-    figures = {"run_mode": "pipeline_zero_bubble", "world_size": 2, "steps": 1, "schedule": schedule}
-    *_, said = conclusion.sentences(figures)
-    v, native = "pipeline_zero_bubble ARGS='--schedule zb_v'", f"pipeline_native ARGS='--schedule {schedule}'"
-    assert said.startswith(f"make run RUN_MODE={v if schedule == 'zb_h1' else native} ")
+    assert "communication" not in dict(conclusion.rows(figures, {}))
+    said = conclusion.sentences(figures | {"world_size": 4}, "A lesson says this.")
+    assert said == ["A lesson says this.", f"make run WORLD_SIZE=4 {NEXT['zero1'].removeprefix('make run ')}"]
+    assert conclusion.sentences(figures | {"world_size": 2}, None)[1] == NEXT["zero1"]
 
 
 def test_a_run_without_messages_names_its_own_pattern_and_no_transport():
