@@ -4,14 +4,15 @@
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or
                          the ranks that divide each layer have different inputs
       in a backward      the gradients of the backward before it are still being sent
-      before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; or the
-                         optimizer needs all of a parameter of which the rank has a shard
+      before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; step() has
+                         a closure, which would compute some; or the optimizer needs all of a parameter of
+                         which the rank has a shard
       with a shard       its norm, or another number for which all of the tensor is needed
 
 The guard only observes, from outside: a wrapper that nobody watches trains the same, and refuses nothing.
 
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
-      watch(model)                              the same for one object; `Run.batches` has it called
+      watch(model)                              the same for one object
 
 All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
 """
@@ -67,21 +68,9 @@ class Shard(Tensor):
 _guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary()
 
 
-def watch_wrappers(*objects: object) -> None:
-    """Watch those of these models and optimizers that average gradients over ranks.
-
-    A pipeline and a mesh are not run by their forward: their parts are watched.
-    """
-    for one in objects:
-        has_forward = not isinstance(one, nn.Module) or type(one).forward is not nn.Module.forward
-        if hasattr(one, "finish_gradient_sync") and has_forward and not hasattr(one, "stages"):
-            watch(one)
-
-
 def watch(wrapper: Watched) -> Watched:
-    """Refuse from now on what would train wrongly with this model or optimizer; return it. Twice is once."""
-    if wrapper not in _guards:
-        _guards[wrapper] = Guard(wrapper)
+    """Refuse from now on what would train wrongly with this model or optimizer; return it."""
+    _guards[wrapper] = Guard(wrapper)
     return wrapper
 
 
@@ -120,6 +109,7 @@ class Guard:
         self._wrapped = parameters_of(module)
         self._may_freeze = getattr(wrapper, "may_freeze_later", False)
         self._arrived: set[Tensor] = set()  # parameters whose gradient is not yet the mean over ranks
+        self._has_local_gradients = False  # those of all microbatches but the last
         self._accepted = weakref.WeakSet[Optimizer]()
         self._sends_in_the_backward = hasattr(wrapper, "require_backward_grad_sync")
         if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
@@ -179,8 +169,6 @@ class Guard:
             self._arrived.add(parameter)
         else:
             self._has_local_gradients = True
-
-    _has_local_gradients = False  # those of all microbatches but the last
 
     def before_finish(self) -> None:
         """Raise WorkbookError if a parameter was frozen or replaced: an optimizer sees no forward."""
@@ -265,27 +253,15 @@ def refuse_layers(module: nn.Module) -> None:
             raise WorkbookError(f"{name or type(layer).__name__} {SPARSE}")
 
 
-def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Run as a hook before each step of any optimizer: ask the guards of the parameters that it trains."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     guards = [guard for guard in list(_guards.values()) if guard.is_concerned(optimizer, trained)]
-    closure: Any = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-
-    def check() -> None:
-        for guard in guards:
-            guard.before_step()
-
-    def checked_closure() -> Any:
-        loss = closure()
-        check()
-        return loss
-
+    if guards and (any(args[1:]) or kwargs.get("closure")):
+        raise WorkbookError("Run the backward and finish_gradient_sync() before step(), without a closure.")
     for guard in guards:
         guard.accept(optimizer)
-    if closure is not None and guards:
-        return args[:1], {"closure": checked_closure}
-    check()
-    return None
+        guard.before_step()
 
 
 register_optimizer_step_pre_hook(before_any_step)

@@ -9,8 +9,8 @@ for x, y in run.batches(model, optimizer):     # this rank's slice of each step'
 run.finish(model, traffic=model.traffic())     # the report compares the formula with what was counted
 
 Between two steps `batches` does what each training needs: it averages the loss, evaluates (--eval-every),
-saves, and ends after Ctrl-C (--checkpoint). Before the first one it resumes (--resume), lets the guard watch
-the model (guard.py), and attaches what records the spans (lab/trace/observer.py).
+saves, and ends after Ctrl-C (--checkpoint). Before the first one it resumes (--resume), and attaches what
+records the spans (lab/trace/observer.py).
 
 A model that divides something among ranks has what Run needs as methods of its own. All ranks call them
 together; a plain module needs none of them.
@@ -48,7 +48,7 @@ from lab.trace.ledger import Entry, Traffic
 from lab.trace.meter import Meter, StepRecord
 from lab.trace.metronome import metronome_of
 from lab.trace.observer import observe_module, observe_optimizer
-from training import guard, report
+from training import report
 from training.arguments import TrainArgs, given
 from training.calibrate import measure_all_reduce, measure_flops
 from training.data import TrainingData, seed_step
@@ -184,8 +184,7 @@ class Run:
         self._expected += traffic or Traffic()
 
     def _observe(self, model: Any, optimizer: Optimizer) -> list[Any]:
-        """Attach the guard, the search for gradients that are not finite, and what records the spans."""
-        guard.watch_wrappers(model, optimizer)
+        """Attach the search for gradients that are not finite, and what records the spans."""
         handles = observe_optimizer(optimizer)
         for module, describe in getattr(model, "observed", lambda: [(model, None)])():
             handles += observe_module(module, describe)

@@ -102,9 +102,9 @@ def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
         F.embedding(torch.tensor([1]), table.weight, sparse=True).sum().backward()
 
 
-def test_an_object_of_a_guarded_class_is_watched_once_from_the_end_of_its_constructor_on() -> None:
+def test_an_object_of_a_guarded_class_is_watched_from_the_end_of_its_constructor_on() -> None:
     watched = guarded(type("Guarded", (Wrapper,), {}))
-    model = watch(watched(layers()))
+    model = watched(layers())
     backward(model)
     with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
