@@ -28,16 +28,16 @@ class BackgroundThread:
         self._name, self._threads = name, ThreadPoolExecutor(1, thread_name_prefix=name)
         self._error: BaseException | None = None
 
-    def run(self, work: Callable[[], None], tensor: Tensor) -> "BackgroundWork":
+    def run(self, work: Callable[[], object], tensor: Tensor) -> "BackgroundWork":
         """Return at once; the thread calls `work()`, which reads and writes the tensor."""
         handover = handover_of([tensor]) or nullcontext()
         return BackgroundWork(self._threads.submit(self._call, work, handover, tensor.nbytes))
 
-    def _call(self, work: Callable[[], None], handover: AbstractContextManager[None], num_bytes: int) -> None:
+    def _call(self, work: Callable[[], object], handover: AbstractContextManager[None], size: int) -> None:
         if self._error is not None:
             raise self._error
         try:
-            with handover, span(self._name, self._name, bytes=num_bytes):
+            with handover, span(self._name, self._name, bytes=size):
                 work()
         except BaseException as error:
             self._error = error

@@ -90,7 +90,8 @@ class RingAttention(torch.autograd.Function):
         for source, kv in visits(torch.stack([k, v]), sequence):  # kv: (2, b, h, t, e), keys and values
             for part in sequence.parts(source):
                 rows, keys = part.queries, part.keys
-                new_y, new_lse = sequence.kernel.attend(q[:, :, rows], *kv[:, :, :, keys], part)
+                their_k, their_v = kv[:, :, :, keys]
+                new_y, new_lse = sequence.kernel.attend(q[:, :, rows], their_k, their_v, part)
                 y[:, :, rows], lse[:, :, rows] = join_results(y[:, :, rows], lse[:, :, rows], new_y, new_lse)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, k, v, y, lse)
@@ -108,8 +109,9 @@ class RingAttention(torch.autograd.Function):
             for part in sequence.parts(source):
                 rows, keys = part.queries, part.keys
                 dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
+                their_k, their_v = kv[:, :, :, keys]
                 dq_term, dk_term, dv_term = sequence.kernel.backward(
-                    dy_own, q_own, *kv[:, :, :, keys], y_own, lse_own, part
+                    dy_own, q_own, their_k, their_v, y_own, lse_own, part
                 )
                 dq[:, :, rows] += dq_term
                 dkv[0][:, :, keys] += dk_term

@@ -20,7 +20,7 @@ slowed down by --link as ours are, while gloo or nccl still reduces them.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def through_comm(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fut
     gradients, bucket_is_last = bucket.buffer(), bucket.is_last()
     # nccl calls `finish` once its work is in the stream, long before it is done. A future that knows its
     # device records the stream, and DDP's stream waits for it; without a device DDP would read too early.
-    devices = [gradients.device] if gradients.is_cuda else []
+    devices: list[Any] = [gradients.device] if gradients.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
     def finish(error: BaseException | None) -> None:

@@ -11,6 +11,7 @@ share a parameter hold a copy each. The copies start equal, and get the sum of b
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class OwnStages(nn.Module):
         self.last, self.microbatches = len(stages) - 1, microbatches
         self.has_loss = self.rank_of[self.last] == self.rank
         own = {s: stage for s, stage in enumerate(stages) if self.rank_of[s] == self.rank}
-        self.stages = nn.ModuleDict({str(s): stage for s, stage in own.items()})
+        self.stages: Any = nn.ModuleDict({str(s): stage for s, stage in own.items()})
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
@@ -126,7 +127,8 @@ class OwnStages(nn.Module):
         if self._is_complete and any(copy.grad is not None and copy.grad.any() for copy, _ in self.tied):
             raise WorkbookError("finish_gradient_sync() has added up tied gradients: call zero_grad() first.")
         self._is_complete = False
-        self.xs, self.ys = x.chunk(self.microbatches), y.chunk(self.microbatches)
+        self.xs: Sequence[Any] = x.chunk(self.microbatches)
+        self.ys = y.chunk(self.microbatches)
         counts = [count_valid(targets) for targets in self.ys] if self.has_loss else []
         self.num_targets = num_targets or max(1, sum(counts))
         self.shares = [count / self.num_targets for count in counts]

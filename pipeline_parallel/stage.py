@@ -57,7 +57,7 @@ class Stage(nn.Module):
         if self.clock is not None:
             return self.clock.forward(x, self.output if target is None else None, later)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, target, later, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self._compute, x, target, later, use_reentrant=False)
         return self._compute(x, target, later)
 
     def _compute(self, x: Tensor, target: Tensor | None, later: Later | None) -> Tensor:
@@ -75,7 +75,7 @@ class Stage(nn.Module):
         """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
         held = {name: tensor.to("meta") for name, tensor in (*self.named_parameters(), *self.named_buffers())}
         with torch.no_grad():
-            return functional_call(self, held, (x.to("meta"),))  # type: ignore[no-any-return]
+            return functional_call(self, held, (x.to("meta"),))
 
 
 def balanced_stages(

@@ -47,7 +47,7 @@ class AllForwardAllBackward(OwnStages):
     def begin_step(self, x: Tensor, y: Tensor, num_targets: float | None = None) -> None:
         super().begin_step(x, y, num_targets)
         # For each microbatch the stage's input, and its output, whose graph holds the activations.
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.kept: dict[int, tuple] = {}
         self.leaving: dict[int, AnyTransfer] = {}
 
     def forward_of(self, i: int) -> None:

@@ -103,13 +103,13 @@ class TorchPipeline(OwnStages):
 
     def _part(self, index: int) -> PipelineStage:
         # If the example of an input requires a gradient, each received activation does.
-        like = [
+        given, made = (
             torch.empty_like(boundary).requires_grad_(boundary.is_floating_point())
             for boundary in (self.boundaries[index], self.boundaries[index + 1])
-        ]
+        )
         module = self.stages[str(index)]
         module.register_forward_hook(lambda _, __, y: y.clone() if y._is_view() else y)
-        return PipelineStage(module, index, self.last + 1, self.device, *like, group=self.group)
+        return PipelineStage(module, index, self.last + 1, self.device, given, made, group=self.group)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Do the forward and the backward of the full batch, as Pipeline.step."""

@@ -42,10 +42,8 @@ def vocab_parallel_cross_entropy(
     v = logits_tv.shape[-1]
     vocab_size = v * dist.get_world_size(group) if vocab_size is None else vocab_size
     targets_t = targets_t.flatten()
-    num_targets = (targets_t != ignore_index).sum() if num_targets is None else num_targets
-    return _CrossEntropy.apply(
-        logits_tv.reshape(-1, v), targets_t, vocab_size, group, ignore_index, num_targets
-    )
+    number = (targets_t != ignore_index).sum() if num_targets is None else num_targets
+    return _CrossEntropy.apply(logits_tv.reshape(-1, v), targets_t, vocab_size, group, ignore_index, number)
 
 
 class _CrossEntropy(Function):

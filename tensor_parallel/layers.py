@@ -72,7 +72,7 @@ def padded_shard(full: Tensor, dim: int, group: Group) -> Tensor:
     return own_shard(full, dim, group)
 
 
-def divide_parameter(parameter: nn.Parameter, dim: int, size: int, group: Group) -> nn.Parameter:
+def divide_parameter(parameter: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """Replace the parameter's values, `size` along `dim`, by this rank's shard. The object stays the same.
 
     So an optimizer keeps it, and tied layers share it: the second one finds a shard already.
@@ -144,8 +144,8 @@ def column_parallel(x: Tensor, layers: list[ColumnParallelLinear]) -> tuple[Tens
     """Apply layers of equal options (q, k and v) to one input, whose gradient is then reduced once."""
     layer = layers[0]
     if layer.overlap:
-        x, *parameters = as_autocast(x, *[each.weight for each in layers], *[each.bias for each in layers])
-        return OverlappedColumn.apply(x, layer.group, layer.sequence_parallel, *parameters)
+        cast, *parameters = as_autocast(x, *[each.weight for each in layers], *[each.bias for each in layers])
+        return OverlappedColumn.apply(cast, layer.group, layer.sequence_parallel, *parameters)
     x = full_input(x, layer.group, layer.sequence_parallel)
     return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
 
@@ -180,11 +180,10 @@ class OverlappedColumn(torch.autograd.Function):
         gathering = InFlightAllGather(x, TIME, ctx.group) if ctx.sequence_parallel else None
         grad_x = sum(grad @ weight for grad, weight in zip(grads, weights, strict=True))
         full = x if gathering is None else gathering.wait()
-        if not ctx.needs_input_grad[0]:  # it is the model's own input
-            reducing = None
-        elif ctx.sequence_parallel:
+        reducing: Any = None
+        if ctx.needs_input_grad[0] and ctx.sequence_parallel:
             reducing = InFlightReduceScatter(grad_x, TIME, ctx.group)
-        else:
+        elif ctx.needs_input_grad[0]:  # else it is the model's own input
             reducing = all_reduce(grad_x, group=ctx.group, async_op=True)
         # These products hide the reduction.
         flat_x = full.reshape(-1, full.shape[-1])

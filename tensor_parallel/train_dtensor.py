@@ -240,7 +240,7 @@ def main(cluster: Cluster, args: Args) -> None:
         for x, y in run.batches(model, optimizer):
             optimizer.zero_grad()
             with loss_parallel():  # around the backward too
-                loss = loss_of(model(x), y, run.num_targets)  # a DTensor
+                loss: Any = loss_of(model(x), y, run.num_targets)  # a DTensor
                 loss.backward()
             model.finish_gradient_sync()
             optimizer.step()

@@ -49,7 +49,7 @@ class Args(ClipArgs, training.arguments.Args):
 def main(cluster: Cluster, args: Args, mode: str = "tensor_parallel", by_tokens: bool = False) -> None:
     run = Run(cluster, args, mode, share=(0, 1))  # all ranks train on the whole batch
     model = parallelize(run.model(), sequence_parallel=by_tokens, overlap=args.overlap)
-    optimizer, observed = run.optimizer(model), Observed(model, model.module.blocks[0])
+    optimizer, observed = run.optimizer(model), Observed(model, model.plain.blocks[0])
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()
         loss = model.loss(model(x), y)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lab.models.model import GPTConfig
 
-NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[None]]
+NotOffered = tyro.conf.Suppress[tyro.conf.Fixed[Any]]
 """The type of an option of the base class that a script does not offer: its command line lacks it."""
 
 Size = Literal["tiny", "small", "24heads", "8layers", "13m"]

@@ -132,9 +132,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(model.blocks if isinstance(model, GPT) else model.children())
 
 
-def shard(
-    model: nn.Module, device: torch.device, bf16: bool = False, reshard_after_forward: bool = True
-) -> nn.Module:
+def shard(model: Any, device: torch.device, bf16: bool = False, reshard_after_forward: bool = True) -> Any:
     """Broadcast the model from rank 0, and let FSDP2 shard it in place."""
     for tensor in (*model.parameters(), *model.buffers()):
         broadcast(tensor.detach(), root=0, pattern="torch")

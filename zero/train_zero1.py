@@ -80,7 +80,7 @@ class Bucket:
 
 
 class ShardOptimizer(Optimizer):
-    """Lays parameters out in buckets for an optimizer of this rank's shards; clips, and is checkpointed."""
+    """Lays parameters out in buckets for an optimizer of this rank's shards, and is checkpointed."""
 
     def __init__(
         self,
@@ -106,11 +106,6 @@ class ShardOptimizer(Optimizer):
         super().__init__(self.inner.param_groups, defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.parameter_shards = [shard for bucket in self.buckets for shard in bucket.shards]
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        self.finish_gradient_sync()
-        return clip_grad_norm_([shard.tensor for shard in self.parameter_shards], max_norm, [self.group])
 
     def shards(self, model: nn.Module) -> list[StateShard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
@@ -144,7 +139,7 @@ class ZeroOptimizer(ShardOptimizer):
         self.require_backward_grad_sync = True  # DDP's name; False in all microbatches but the last
         self._is_synchronised = False  # whether the shards have the mean of all gradients so far
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Any) -> None:
         """Run as a hook in the backward: move the gradient into its bucket, and send complete buckets."""
         if parameter.grad is None:  # autograd's result was None
             return
@@ -157,7 +152,7 @@ class ZeroOptimizer(ShardOptimizer):
             while self._to_launch and not self._to_launch[0].missing:
                 self._launch(self._to_launch.popleft())
 
-    def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
+    def _move_in(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Copy a new gradient into its bucket; a gradient that this rank does not have is zero."""
         view = bucket.gradient_views[parameter]
         if parameter.grad is None:
@@ -198,7 +193,12 @@ class ZeroOptimizer(ShardOptimizer):
         self._to_launch.extend(self.buckets)
         self._is_synchronised = True
 
-    def step(self, closure: Any = None) -> None:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
+        self.finish_gradient_sync()
+        return clip_grad_norm_([shard.tensor for shard in self.parameter_shards], max_norm, [self.group])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Average the gradients, update this rank's shards, and gather the parameters from all ranks."""
         if closure is not None:
             raise WorkbookError("ZeRO's step() takes no closure: run the backward before it.")

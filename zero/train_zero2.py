@@ -28,7 +28,7 @@ are in flight (`_launch`). In the training loop each microbatch ends with `finis
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from comm.script import start
 from lab.cluster import Cluster
@@ -55,7 +55,7 @@ class ZeroGradientOptimizer(ZeroOptimizer):
         for bucket in self.buckets:
             bucket.gradients.untyped_storage().resize_(0)
 
-    def _move_in(self, parameter: Tensor, bucket: Bucket) -> None:
+    def _move_in(self, parameter: nn.Parameter, bucket: Bucket) -> None:
         """Copy a gradient into its bucket, which gets memory with its first gradient."""
         memory = bucket.gradients.untyped_storage()
         if memory.size() == 0:

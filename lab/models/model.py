@@ -154,7 +154,7 @@ class GPT(nn.Module):
             self.token_embedding = nn.Embedding(config.vocab_size, config.width)
             self.position_embedding = nn.Embedding(config.block_size, config.width)
             self.dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.blocks: Any = nn.ModuleList(Block(config) for _ in range(config.num_layers))
             self.final_norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
             if config.tied:
@@ -230,7 +230,7 @@ class MLP(nn.Module):
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         super().__init__()
         with seeded(seed):
-            self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+            self.layers: Any = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
         self.sizes = tuple(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
