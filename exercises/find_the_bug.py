@@ -159,7 +159,7 @@ def _bug(mutant: Mutant) -> Bug:
         "minutes": MINUTES[difficulty - 1],
         "hints": (
             f"{first[_beginning(draft, first)]} The test that notices it: "
-            f'"{mutant.killer.rpartition("::test_")[2].replace("_", " ")}".',
+            f'"{mutant.killer.rpartition("::test_")[2].replace("_", " ").replace("[", " [")}".',
             f"What happens: {mutant.sentence}",
             _where(wrong, right),
         ),

@@ -3,16 +3,14 @@
 from exercises.catalog.exercise import Exercise
 
 SAMPLER = "tests/data_parallel/test_sampler.py::"
-EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
+REPLICAS = "tests/data_parallel/test_replicas.py::"
+WRAPPERS = "tests/test_wrappers.py::"
 NARRATED = "tests/data_parallel/test_narrated.py::"
 BUCKETS = "tests/data_parallel/test_buckets.py::"
-OVERLAP = "tests/data_parallel/test_overlap.py::"
 
-SOME_USE = EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros"
-ANOTHER_ORDER = EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order"
-DOES_NOT_WAIT = OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
-IN_THE_BACKWARD = OVERLAP + "test_messages_are_launched_in_the_backward_and_naive_sends_after_it"
-BEHAVIOUR = "tests/data_parallel/test_behaviour.py::"
+SOME_USE = REPLICAS + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros"
+DOES_NOT_WAIT = REPLICAS + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited"
+IN_THE_BACKWARD = REPLICAS + "test_messages_are_launched_in_the_backward_and_naive_sends_after_it"
 
 EXERCISES = (
     Exercise(
@@ -56,10 +54,10 @@ EXERCISES = (
         target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
         tests=(
             "tests/data_parallel/test_narrated.py::test_naive_equals_one_process",
-            EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
-            EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
-            EQUIVALENCE + "test_a_module_may_have_no_trained_parameters",
-            EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
+            REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+            REPLICAS + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
+            REPLICAS + "test_a_module_may_have_no_trained_parameters",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[naive]",
         ),
         difficulty=1,
         minutes=15,
@@ -88,10 +86,10 @@ EXERCISES = (
         notebook="04_naive_data_parallel",
         target="data_parallel.train_naive.NaiveDataParallel",
         tests=(
-            BEHAVIOUR + "test_naive_has_the_gradients_of_one_process",
-            BEHAVIOUR + "test_naive_reduces_each_parameter_once",
-            BEHAVIOUR + "test_naive_averages_over_the_ranks_of_its_group_only",
-            BEHAVIOUR + "test_naive_is_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
+            WRAPPERS + "test_two_ranks_train_as_one_process[naive]",
+            REPLICAS + "test_naive_reduces_each_parameter_once",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[naive]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[naive]",
         ),
         difficulty=2,
         minutes=30,
@@ -163,11 +161,11 @@ EXERCISES = (
         also=("data_parallel.train_overlap.OverlapDataParallel.finish_gradient_sync",),
         tests=(
             NARRATED + "test_overlap_equals_one_process",
-            EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+            REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
             SOME_USE,
-            EQUIVALENCE + "test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too",
+            REPLICAS + "test_a_gradient_that_only_an_earlier_microbatch_has_is_averaged_too",
             DOES_NOT_WAIT,
-            EQUIVALENCE + "test_gradients_are_averaged_within_the_given_group_only",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[overlap]",
         ),
         difficulty=2,
         minutes=25,
@@ -207,12 +205,12 @@ EXERCISES = (
         target="data_parallel.train_overlap.OverlapDataParallel._on_gradient",
         tests=(
             NARRATED + "test_overlap_equals_one_process",
-            ANOTHER_ORDER,
+            WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[overlap]",
             SOME_USE,
-            OVERLAP
-            + "test_a_step_sends_exactly_what_the_formula_says_and_nothing_before_the_last_microbatch",
+            WRAPPERS
+            + "test_a_step_sends_what_the_formula_says_and_replicas_nothing_before_the_last_microbatch",
             IN_THE_BACKWARD,
-            "tests/data_parallel/test_refusals.py::test_a_second_backward_before_finish_gradient_sync_is_refused",
+            WRAPPERS + "test_what_would_train_wrongly_is_refused_in_a_sentence",
         ),
         difficulty=2,
         minutes=20,
@@ -274,8 +272,7 @@ EXERCISES = (
             BUCKETS + "test_gradients_are_views_of_the_buckets_however_they_are_zeroed",
             BUCKETS + "test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied",
             BUCKETS + "test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros",
-            "tests/data_parallel/test_refusals.py::"
-            "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
+            WRAPPERS + "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
         ),
         difficulty=2,
         minutes=25,
@@ -317,12 +314,12 @@ EXERCISES = (
         notebook="05_overlap_and_buckets",
         target="data_parallel.train_bucket_overlap.BucketDataParallel",
         tests=(
-            BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
-            BEHAVIOUR + "test_a_message_carries_a_bucket_and_no_sync_sends_nothing",
-            BEHAVIOUR + "test_buckets_average_over_the_ranks_of_their_group_only",
-            BEHAVIOUR + "test_buckets_are_sent_while_the_backward_computes",
-            BEHAVIOUR + "test_buckets_are_right_where_a_rank_computes_gradients_in_another_order",
-            BEHAVIOUR + "test_buckets_are_right_for_tied_frozen_and_unused_layers_and_for_microbatches",
+            WRAPPERS + "test_two_ranks_train_as_one_process[buckets]",
+            REPLICAS + "test_a_message_carries_a_bucket_and_no_sync_sends_nothing",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[buckets]",
+            REPLICAS + "test_buckets_are_sent_while_the_backward_computes",
+            WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[buckets]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[buckets]",
         ),
         difficulty=4,
         minutes=90,

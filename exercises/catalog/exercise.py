@@ -27,9 +27,9 @@ class Exercise:
     lesson's code uses (lesson_source.py), and `helps`: what it uses of objects and no docstring explains.
 
     An open exercise has a `stub`, a specification and a signature, in place of the lesson's docstrings. What
-    the stub imports from the lessons are the helpers. The targets may be classes. The tests, in
-    tests/LESSON/test_behaviour.py, know nothing of how the lesson's own code works:
-    tests/exercises/other_ways.py solves each open exercise in another way.
+    the stub imports from the lessons are the helpers. The targets may be classes. The tests
+    know nothing of how the lesson's own code works: tests/exercises/other_ways.py solves each open exercise
+    in another way.
     """
 
     name: str

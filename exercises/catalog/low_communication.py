@@ -5,11 +5,11 @@ from exercises.catalog.exercise import Exercise
 NARRATED = "tests/low_communication/test_narrated.py::"
 LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
 PLAIN = "tests/low_communication/test_diloco_plain.py::"
-COMPRESSORS = "tests/low_communication/test_compressors.py::"
-BEHAVIOUR = "tests/low_communication/test_behaviour.py::"
+COMPRESSED = "tests/low_communication/test_compressed.py::"
+WRAPPERS = "tests/test_wrappers.py::"
 HSDP = "tests/low_communication/test_hsdp.py::"
 OF_WHAT_WAS_SENT = (
-    COMPRESSORS + "test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas"
+    COMPRESSED + "test_all_ranks_get_the_mean_of_what_ranks_have_sent_and_the_bytes_are_the_formulas"
 )
 
 EXERCISES = (
@@ -93,7 +93,7 @@ EXERCISES = (
         target="low_communication.compressors.pack",
         also=("low_communication.compressors.unpack",),
         tests=(
-            COMPRESSORS + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
+            COMPRESSED + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
             OF_WHAT_WAS_SENT,
         ),
         difficulty=2,
@@ -123,9 +123,9 @@ EXERCISES = (
         notebook="13_sending_less",
         target="low_communication.compressors.PowerSGD.mean",
         tests=(
-            COMPRESSORS + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
+            COMPRESSED + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
             OF_WHAT_WAS_SENT,
-            COMPRESSORS + "test_powersgd_equals_pytorchs_hook_from_the_same_state",
+            COMPRESSED + "test_powersgd_equals_pytorchs_hook_from_the_same_state",
         ),
         difficulty=4,
         minutes=45,
@@ -167,11 +167,11 @@ EXERCISES = (
         notebook="13_sending_less",
         target="low_communication.train_compressed.CompressedDataParallel",
         tests=(
-            BEHAVIOUR + "test_what_a_step_has_not_sent_is_sent_later",
-            BEHAVIOUR + "test_microbatches_add_up_before_they_are_compressed",
-            BEHAVIOUR + "test_a_step_sends_few_bytes_and_earlier_microbatches_none",
-            BEHAVIOUR + "test_compressed_gradients_are_averaged_over_the_ranks_of_their_group_only",
-            BEHAVIOUR + "test_without_compression_odd_models_have_the_gradients_of_one_process",
+            COMPRESSED + "test_what_a_step_has_not_sent_is_sent_later",
+            COMPRESSED + "test_microbatches_add_up_before_they_are_compressed",
+            COMPRESSED + "test_a_step_sends_few_bytes_and_earlier_microbatches_none",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[compressed]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[compressed]",
         ),
         difficulty=3,
         minutes=50,

@@ -3,9 +3,9 @@
 from exercises.catalog.exercise import Exercise
 
 ONE_PROCESS = "tests/zero/test_narrated.py::"
-KILLERS = "tests/zero/test_equality.py::"
 MEMORY = "tests/zero/test_memory.py::"
-BEHAVIOUR = "tests/zero/test_behaviour.py::"
+COSTS = "tests/zero/test_costs.py::test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little"
+WRAPPERS = "tests/test_wrappers.py::"
 
 EXERCISES = (
     Exercise(
@@ -59,8 +59,8 @@ EXERCISES = (
         target="zero.shards.FlatLayout.split",
         tests=(
             ONE_PROCESS + "test_zero1_equals_one_process",
-            KILLERS + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
-            KILLERS + "test_a_parameter_may_have_fewer_numbers_than_there_are_ranks",
+            WRAPPERS + "test_two_ranks_train_as_one_process[zero1]",
+            WRAPPERS + "test_any_number_of_ranks_trains_any_model_as_one_process[4]",
         ),
         difficulty=3,
         minutes=30,
@@ -91,11 +91,11 @@ EXERCISES = (
         notebook="06_zero_and_fsdp",
         target="zero.train_zero1.ZeroOptimizer",
         tests=(
-            BEHAVIOUR + "test_zero_1_trains_as_one_process",
-            BEHAVIOUR + "test_zero_1_holds_an_nth_of_the_optimizer_and_sends_no_more_than_an_all_reduce",
-            BEHAVIOUR + "test_zero_1_divides_among_the_ranks_of_its_group_only",
-            BEHAVIOUR + "test_zero_1_trains_odd_models_with_microbatches_on_three_ranks",
-            BEHAVIOUR + "test_zero_1_is_right_where_a_rank_computes_gradients_in_another_order",
+            WRAPPERS + "test_two_ranks_train_as_one_process[zero1]",
+            COSTS + "[zero1]",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[zero1]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero1]",
+            WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[zero1]",
         ),
         difficulty=4,
         minutes=75,
@@ -148,11 +148,10 @@ EXERCISES = (
         notebook="06_zero_and_fsdp",
         target="zero.train_zero2.ZeroGradientOptimizer",
         tests=(
-            BEHAVIOUR + "test_zero_2_trains_as_one_process",
-            BEHAVIOUR
-            + "test_zero_2_holds_an_nth_of_gradients_and_optimizer_and_sends_no_more_than_an_all_reduce",
-            BEHAVIOUR + "test_zero_2_divides_among_the_ranks_of_its_group_only",
-            BEHAVIOUR + "test_zero_2_trains_odd_models_with_microbatches_on_three_ranks",
+            WRAPPERS + "test_two_ranks_train_as_one_process[zero2]",
+            COSTS + "[zero2]",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[zero2]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero2]",
         ),
         difficulty=3,
         minutes=45,
@@ -191,10 +190,10 @@ EXERCISES = (
         notebook="06_zero_and_fsdp",
         target="zero.train_zero3.FullyShardedDataParallel",
         tests=(
-            BEHAVIOUR + "test_zero_3_trains_as_one_process",
-            BEHAVIOUR + "test_zero_3_holds_an_nth_of_all_and_sends_at_most_three_times_the_parameters",
-            BEHAVIOUR + "test_zero_3_divides_among_the_ranks_of_its_group_only",
-            BEHAVIOUR + "test_zero_3_trains_odd_models_with_microbatches_on_three_ranks",
+            WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
+            COSTS + "[zero3]",
+            WRAPPERS + "test_ranks_of_a_group_train_without_the_others[zero3]",
+            WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero3]",
         ),
         difficulty=5,
         minutes=120,

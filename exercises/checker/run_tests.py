@@ -70,7 +70,7 @@ def error_of(test: str) -> BaseException | None:
     function = getattr(importlib.import_module(_module_of(test)), name)
     try:
         with short_hangs():
-            function(**_arguments(function, parameter.rstrip("]")))
+            function(**arguments_of(function, parameter.rstrip("]")))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # pytest's own failures are no Exceptions
@@ -78,7 +78,7 @@ def error_of(test: str) -> BaseException | None:
     return None
 
 
-def _arguments(function: Any, identity: str) -> dict[str, object]:
+def arguments_of(function: Any, identity: str) -> dict[str, object]:
     """Return the arguments of a test with one parameter, from its value as pytest writes it."""
     if not identity:
         return {}

@@ -3,9 +3,8 @@
 from exercises.mutants import mutant
 
 NARRATED = "tests/data_parallel/test_narrated.py::"
-EQUIVALENCE = "tests/data_parallel/test_equivalence.py::"
-BEHAVIOUR = "tests/data_parallel/test_behaviour.py::"
-OVERLAP = "tests/data_parallel/test_overlap.py::"
+REPLICAS = "tests/data_parallel/test_replicas.py::"
+WRAPPERS = "tests/test_wrappers.py::"
 SAMPLER = "tests/data_parallel/test_sampler.py::"
 
 mutant(
@@ -36,7 +35,7 @@ mutant(
     "The loss does not fall: buckets are set to zero after the reduction, and with them the gradients.",
     target="data_parallel.train_bucket_overlap.BucketDataParallel._expect_gradients",
     changes={"bucket.missing = set(bucket.views)": "bucket.flat.zero_()\nbucket.missing = set(bucket.views)"},
-    killer=EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+    killer=REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="cleared",
 )
 
@@ -49,7 +48,7 @@ mutant(
             "if parameter.grad is not None and parameter.grad is not view:"
         ),
     },
-    killer=EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
+    killer=REPLICAS + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
     symptom="A parameter that is not used in a step moves all the same.",
 )
 
@@ -63,7 +62,7 @@ mutant(
             "    self._launch(self._to_launch.popleft())"
         ): "if not bucket.missing:\n    self._to_launch.remove(bucket)\n    self._launch(bucket)",
     },
-    killer=EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order",
+    killer=WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[a bucket for each]",
     symptom="When one rank computes gradients in another order, training hangs, or its buckets are wrong.",
 )
 
@@ -77,7 +76,7 @@ mutant(
             "    broadcast(tensor.data, root=0, group=group)"
         ): "",
     },
-    killer=BEHAVIOUR + "test_buckets_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[buckets]",
     cause="broadcast missing",
 )
 
@@ -86,7 +85,7 @@ mutant(
     "Replicas drift apart, and only on a slow network: a step begins while its last buckets are still sent.",
     target="data_parallel.train_bucket_overlap.BucketDataParallel.finish_gradient_sync",
     changes={"for work in self.in_flight:\n    work.wait()": ""},
-    killer=OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
+    killer=REPLICAS + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
     cause="the average is not what is used",
 )
 
@@ -95,7 +94,7 @@ mutant(
     "Buckets hold the sum over ranks: with SGD, twice as many ranks double the learning rate.",
     target="data_parallel.train_bucket_overlap.BucketDataParallel._launch",
     changes={'"mean"': '"sum"'},
-    killer=EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+    killer=REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="sum over ranks that should be a mean",
     symptom="With SGD, twice as many ranks double the learning rate, and with Adam the loss looks normal.",
 )
@@ -105,8 +104,7 @@ mutant(
     "A fused optimizer updates other elements of weights with permuted strides: gradients are contiguous.",
     target="data_parallel.train_bucket_overlap.Bucket.__init__",
     changes={"place.as_strided(p.shape, torch.empty_like(p).stride())": "place.view(p.shape)"},
-    killer="tests/data_parallel/test_refusals.py::"
-    "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
+    killer=WRAPPERS + "test_fused_optimizers_find_gradients_in_the_order_of_their_parameters",
     symptom="A convolution in channels_last trains worse with a fused optimizer than without one.",
 )
 
@@ -115,7 +113,7 @@ mutant(
     "Replicas drift apart: the optimizer uses each rank's own gradients, which are not views of the buckets.",
     target="data_parallel.train_bucket_overlap.Bucket.move_in",
     changes={"parameter.grad = view": ""},
-    killer=EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+    killer=REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="the average is not what is used",
 )
 
@@ -124,7 +122,7 @@ mutant(
     "Gradients are summed, not averaged: with SGD training diverges on many ranks, and Adam hides the error.",
     target="data_parallel.train_naive.NaiveDataParallel.finish_gradient_sync",
     changes={'"mean"': '"sum"'},
-    killer=EQUIVALENCE + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
+    killer=REPLICAS + "test_a_gradient_is_the_mean_over_ranks_and_not_their_sum",
     cause="sum over ranks that should be a mean",
     symptom="With SGD training diverges on many ranks, and with Adam the loss looks normal.",
 )
@@ -146,7 +144,7 @@ mutant(
             "self._launch(parameter)"
         ),
     },
-    killer=EQUIVALENCE + "test_hooks_on_one_rank_may_fire_in_another_order",
+    killer=WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[overlap]",
     symptom="When one rank computes gradients in another order, training hangs, or the gradients are wrong.",
 )
 
@@ -160,7 +158,7 @@ mutant(
             "    broadcast(tensor.data, root=0, group=group)"
         ): "",
     },
-    killer=BEHAVIOUR + "test_naive_has_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[naive]",
     cause="broadcast missing",
     symptom="The loss falls on each rank, but the replicas never agree.",
 )
@@ -174,7 +172,7 @@ mutant(
             'all_reduce(parameter.grad, "mean", self.group, async_op=True).wait()'
         )
     },
-    killer=OVERLAP + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
+    killer=REPLICAS + "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
 )
 
 mutant(
@@ -185,7 +183,7 @@ mutant(
     ),
     target="data_parallel.train_overlap.OverlapDataParallel.finish_gradient_sync",
     changes={"while self._to_launch:\n    self._launch(self._to_launch.popleft())": ""},
-    killer=EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
+    killer=REPLICAS + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
 )
 
 mutant(
@@ -211,7 +209,7 @@ mutant(
             "        parameter.register_hook(reduce)"
         ),
     },
-    killer=EQUIVALENCE + "test_two_forwards_before_one_backward_and_several_backwards_in_one_no_sync_add_up",
+    killer=REPLICAS + "test_two_forwards_before_one_backward_and_several_backwards_in_one_no_sync_add_up",
     cause="not averaged over the ranks",
 )
 
@@ -250,5 +248,5 @@ mutant(
             'all_reduce(parameter.grad, "mean", self.group)'
         ): 'if parameter.grad is not None:\n    all_reduce(parameter.grad, "mean", self.group)',
     },
-    killer=EQUIVALENCE + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
+    killer=REPLICAS + "test_a_parameter_that_some_ranks_or_none_use_has_the_mean_with_zeros",
 )

@@ -6,7 +6,6 @@ LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
 DILOCO = "tests/low_communication/test_diloco.py::"
 PLAIN = "tests/low_communication/test_diloco_plain.py::"
 COMPRESSED = "tests/low_communication/test_compressed.py::"
-COMPRESSORS = "tests/low_communication/test_compressors.py::"
 IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained"
 
 mutant(
@@ -44,7 +43,7 @@ mutant(
             "my_mean = unpack(chunks).view(self.ranks, -1, BLOCK).mean(0)"
         ),
     },
-    killer=COMPRESSORS + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
+    killer=COMPRESSED + "test_int8_rounds_by_at_most_half_a_scale_of_the_ranks_own_block",
 )
 
 mutant(
@@ -52,7 +51,7 @@ mutant(
     "With PowerSGD gradients soon are not finite: P's columns are not orthonormal, so P Q^T is far from M.",
     target="low_communication.compressors.PowerSGD.mean",
     changes={"ps = {i: orthonormal(p) for i, p in ps.items()}": ""},
-    killer=COMPRESSORS + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
+    killer=COMPRESSED + "test_powersgd_is_exact_if_the_mean_has_few_dimensions_and_for_zeros",
 )
 
 mutant(
@@ -60,7 +59,7 @@ mutant(
     "With top-k the replicas drift apart: a rank adds the others' numbers at the places of its own.",
     target="low_communication.compressors.TopK.mean",
     changes={"its_places.long()": "places"},
-    killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+    killer=COMPRESSED + "test_topk_sends_the_largest_numbers_of_each_rank",
 )
 
 mutant(
@@ -72,7 +71,7 @@ mutant(
         "full = mine.new_empty(self.ranks, 2, self.k)": "full = mine[None]",
         "all_gather(full.view(-1), mine.view(-1), self.group)": "all_reduce(mine, group=self.group)",
     },
-    killer=COMPRESSORS + "test_topk_sends_the_largest_numbers_of_each_rank",
+    killer=COMPRESSED + "test_topk_sends_the_largest_numbers_of_each_rank",
     symptom="Top-k trains on one rank, and on several it fails with an index that is out of range.",
     fails_with="index out of range",
 )

@@ -2,7 +2,8 @@
 
 from exercises.mutants import mutant
 
-EQUALITY = "tests/zero/test_equality.py::"
+WRAPPERS = "tests/test_wrappers.py::"
+BLOCKS = "tests/zero/test_blocks.py::"
 COSTS = "tests/zero/test_costs.py::"
 
 mutant(
@@ -10,7 +11,7 @@ mutant(
     "In stage 1 replicas drift apart: each rank sees the updates of its own shard only.",
     target="zero.train_zero1.ZeroOptimizer.step",
     changes={"self.gather_parameters()": ""},
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero1]",
 )
 
 mutant(
@@ -18,7 +19,7 @@ mutant(
     "In stage 1 with SGD the learning rate seems to grow with the number of ranks: shards hold sums.",
     target="zero.train_zero1.ZeroOptimizer._launch",
     changes={'"mean"': '"sum"'},
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero1]",
     cause="sum over ranks that should be a mean",
 )
 
@@ -31,7 +32,7 @@ mutant(
             "if parameter.grad is not None and parameter.grad is not view:"
         ),
     },
-    killer=EQUALITY + "test_an_unused_parameter_gets_zeros_also_where_only_some_ranks_use_it",
+    killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero1]",
 )
 
 mutant(
@@ -39,7 +40,7 @@ mutant(
     "In stage 1 accumulation uses the last microbatch only: its gradients replace the earlier ones.",
     target="zero.train_zero1.ZeroOptimizer._move_in",
     changes={"parameter.grad = None if self.require_backward_grad_sync else view": "parameter.grad = None"},
-    killer=EQUALITY + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
+    killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero1]",
     cause="only the last one used",
 )
 
@@ -53,7 +54,7 @@ mutant(
             "    self._launch(self._to_launch.popleft())"
         ): "if not bucket.missing:\n    self._to_launch.remove(bucket)\n    self._launch(bucket)",
     },
-    killer=EQUALITY + "test_the_backward_of_one_rank_may_run_in_another_order",
+    killer=WRAPPERS + "test_one_rank_may_compute_gradients_in_another_order[zero2]",
     symptom="When ranks compute their gradients in different orders, layers learn from wrong gradients.",
 )
 
@@ -81,7 +82,7 @@ mutant(
     "In stage 2 accumulation uses the last microbatch only: its gradients replace the earlier ones.",
     target="zero.train_zero2.ZeroGradientOptimizer._wait_for_oldest",
     changes={"work.wait()": "work.wait()\nfor shard in bucket.shards:\n    shard.tensor.grad = None"},
-    killer=EQUALITY + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
+    killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero2]",
     cause="only the last one used",
 )
 
@@ -90,7 +91,7 @@ mutant(
     "Results are right but each backward waits: the block that is prefetched has been used already.",
     target="zero.train_zero3.FullyShardedDataParallel._before_backward",
     changes={"self.blocks[i - 1] if i > 1 else []": "self.blocks[i + 1] if i + 1 < len(self.blocks) else []"},
-    killer=EQUALITY + "test_the_next_block_is_gathered_while_one_computes",
+    killer=BLOCKS + "test_the_next_block_is_gathered_while_one_computes",
 )
 
 mutant(
@@ -105,7 +106,7 @@ mutant(
             "self.full.untyped_storage().resize_(0)"
         ): "",
     },
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
 )
 
 mutant(
@@ -113,7 +114,7 @@ mutant(
     "Between steps a rank has more than its shards: what the backward ends with stays in memory.",
     target="zero.train_zero3.FullyShardedDataParallel.end_backward",
     changes={"for unit in self.units:": "for unit in self.blocks[0]:"},
-    killer=EQUALITY + "test_the_next_block_is_gathered_while_one_computes",
+    killer=BLOCKS + "test_the_next_block_is_gathered_while_one_computes",
 )
 
 mutant(
@@ -121,7 +122,7 @@ mutant(
     "The first block learns from the examples of the step before: its gradients miss the end of a step.",
     target="zero.train_zero3.FullyShardedDataParallel.end_backward",
     changes={"self._reduce(self._current)": ""},
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
 )
 
 mutant(
@@ -129,7 +130,7 @@ mutant(
     "A rank computes with the weights of two blocks: ranks run different blocks, and their gathers pair up.",
     target="zero.train_zero3.Unit.start_gather",
     changes={", unit=self.number": ""},
-    killer="tests/zero/test_refusals.py::test_ranks_that_run_different_blocks_are_refused_on_all_ranks",
+    killer=BLOCKS + "test_ranks_that_run_different_blocks_are_refused_on_all_ranks",
     fails_with="DID NOT RAISE",
 )
 
@@ -138,7 +139,7 @@ mutant(
     "In stage 3 accumulation uses the last microbatch only: its gradients replace the earlier ones.",
     target="zero.train_zero3.Unit.wait_for_gradients",
     changes={"work.wait()": "work.wait()\nfor shard in self.shards:\n    shard.tensor.grad = None"},
-    killer=EQUALITY + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
+    killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero3]",
     cause="only the last one used",
 )
 
@@ -147,7 +148,7 @@ mutant(
     "In stage 3 gradients are n times too large: clipping acts in most steps, and SGD steps are too long.",
     target="zero.train_zero3.Unit.reduce_scatter",
     changes={'"mean"': '"sum"'},
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
     cause="sum over ranks that should be a mean",
     symptom="In stage 3 clipping acts in most steps, and SGD steps are too long.",
 )
@@ -157,7 +158,7 @@ mutant(
     "In stage 3 the first microbatches weigh most: a gradient that was sent is not cleared.",
     target="zero.train_zero3.Unit.reduce_scatter",
     changes={"parameter.grad = None": ""},
-    killer=EQUALITY + "test_the_gradients_of_all_microbatches_add_up_in_the_shards",
+    killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero3]",
 )
 
 mutant(
@@ -174,7 +175,7 @@ mutant(
             "    taken.update(own[-1])"
         ),
     },
-    killer=EQUALITY + "test_a_layer_shared_by_blocks_is_gathered_in_each_of_them",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
 )
 
 mutant(
@@ -182,7 +183,7 @@ mutant(
     "Gradients that a script clips by hand have another scale on each rank: it took the norms of shards.",
     target="training.guard.mark_gradient",
     changes={"parameter.grad.as_subclass(Shard)": "parameter.grad"},
-    killer="tests/zero/test_refusals.py::test_the_gradient_of_a_shard_has_no_norm_of_its_own",
+    killer=BLOCKS + "test_the_gradient_of_a_shard_has_no_norm_of_its_own",
     fails_with="DID NOT RAISE",
 )
 
@@ -191,8 +192,7 @@ mutant(
     "With ZeRO 3 weights grow without bound: no shard has two dimensions, so groups by p.dim() decay none.",
     target="zero.shards.FlatLayout.parameter_shards",
     changes={"part = part.view([1] * (parameter.dim() - 1) + [-1])": ""},
-    killer="tests/zero/test_refusals.py::"
-    "test_groups_by_the_number_of_dimensions_decay_what_they_decay_on_one_process",
+    killer=WRAPPERS + "test_parameters_may_be_in_groups_with_their_own_options_and_a_scheduler",
 )
 
 mutant(
@@ -200,7 +200,7 @@ mutant(
     "Clipped gradients are too long and change direction: each rank clips by the norm of its own shard.",
     target="training.clipping.clip_grad_norm_",
     changes={"for group in groups:\n    all_reduce(total, group=group, pattern=pattern)": ""},
-    killer=EQUALITY + "test_gradients_are_clipped_by_the_norm_over_all_shards",
+    killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_over_all_shards",
 )
 
 mutant(
@@ -208,6 +208,6 @@ mutant(
     "The last number of each shard never changes, because no rank owns it; the losses look normal.",
     target="zero.shards.FlatLayout.split",
     changes={"min(self.mine.stop, offset + size)": "min(self.mine.stop - 1, offset + size)"},
-    killer=EQUALITY + "test_gradients_are_means_and_after_a_step_all_ranks_compute_with_the_new_parameters",
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero1]",
     symptom="The last number of each shard never changes, and the losses look normal.",
 )

@@ -1,70 +1,53 @@
 """Compare each technique on fake GPUs, with slow operations, with one process."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from tests.data_parallel import equivalence as data_parallel
+from tests import wrappers
 from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import SHORT, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.run_modes import train
 from tests.tensor_parallel import equivalence as tensor_parallel
 from tests.tensor_parallel import test_native as dtensors
-from tests.zero import sharded
+from tests.wrappers import Task
 
 SLOW = "0.002"  # seconds
 
-WRAPPERS: dict[str, data_parallel.Wrap] = {
-    "naive": NaiveDataParallel,
-    "overlap": OverlapDataParallel,
-    "buckets": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=0.02),
-    "a bucket for each": lambda module, group=None: BucketDataParallel(module, group, bucket_mb=1e-6),
-    "ddp": data_parallel.Ddp,
-}
+REPLICAS = ("naive", "overlap", "buckets", "a bucket for each", "ddp")
 
 
-def on(device: torch.device, make: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda seed: make(seed).to(device)
+def on(device: torch.device, task: Task) -> Task:
+    """Return the task with its model and its batch on a device."""
+    batch = lambda n: tuple(part.to(device) for part in task.batch(n))  # noqa: E731
+    return Task(lambda seed: task.make(seed).to(device), task.loss, batch)
 
 
-def moved(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    x, y = batch
-    return x.to(device), y.to(device)
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", REPLICAS)
 def test_data_parallel_equals_one_process(name: str):
-    def compare(cluster: Cluster, wrap: data_parallel.Wrap) -> None:
-        gpu = cluster.device
-        odd = moved(gpu, data_parallel.examples(cluster.world_size))
-        text = moved(gpu, data_parallel.text())
-        make = on(gpu, data_parallel.Odd), on(gpu, data_parallel.gpt)
-        compare = data_parallel.compare_with_one_process
-        compare(cluster, wrap, make[0], data_parallel.odd_loss, odd, what=f"{name}, Odd")
-        compare(cluster, wrap, make[1], data_parallel.text_loss, text, what=f"{name}, GPT")
+    def compare(cluster: Cluster) -> None:
+        for task in (wrappers.BRANCHES, wrappers.TEXT):
+            wrappers.compare_with_one_process(cluster, name, on(cluster.device, task))
 
-    on_gpus(compare, WRAPPERS[name], FAKE_SLOW=SLOW)
+    on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("stage", sharded.STAGES)
+@pytest.mark.parametrize("stage", wrappers.STAGES)
 def test_zero_equals_one_process(stage: str):
     options = {} if stage == "zero3" else {"bucket_mb": 0.01}
 
     def compare(cluster: Cluster) -> None:
-        make, batch = on(cluster.device, sharded.deep_gpt), moved(cluster.device, data_parallel.text())
-        loss = data_parallel.text_loss
-        sharded.compare_with_one_process(cluster, stage, "sgd", make, loss, batch, clip=0.5, **options)
+        task = on(cluster.device, wrappers.DEEP)
+        wrappers.compare_with_one_process(cluster, stage, task, (1, 3), clip=0.5, **options)
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 
@@ -119,9 +102,9 @@ def test_what_sends_less_trains_on_gpus_as_on_cpus(run: str):
 @pytest.mark.parametrize("wrapper", [OverlapDataParallel, BucketDataParallel])
 def test_the_host_runs_ahead_of_a_real_gpu_in_a_step_of_an_overlapping_wrapper(wrapper: type[nn.Module]):
     def train(cluster: Cluster) -> None:
-        model = wrapper(data_parallel.gpt(0).float().to(cluster.device))
+        model = wrapper(wrappers.gpt(0).float().to(cluster.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, y = moved(cluster.device, data_parallel.text())
+        x, y = on(cluster.device, wrappers.TEXT).batch(1)
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
             optimizer.zero_grad()

@@ -13,7 +13,6 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from low_communication.train_diloco import StreamingDiLoCo, divide_in_order
-from tests.data_parallel.equivalence import Odd, gpt
 from tests.low_communication.equivalence import (
     OuterSteps,
     Task,
@@ -25,6 +24,7 @@ from tests.low_communication.equivalence import (
     payload,
     train_step,
 )
+from tests.wrappers import Odd, gpt
 
 
 def compare(

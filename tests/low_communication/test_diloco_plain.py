@@ -13,7 +13,6 @@ from lab.trace.ledger import LEDGER, Traffic
 from low_communication.train_diloco import StreamingDiLoCo
 from low_communication.train_diloco_plain import DiLoCo, DiLoCoArgs
 from low_communication.train_local_sgd import LocalSGD
-from tests.data_parallel.equivalence import Odd, in_pairs
 from tests.low_communication.equivalence import (
     OuterSteps,
     Task,
@@ -25,6 +24,7 @@ from tests.low_communication.equivalence import (
     sgd,
     train_step,
 )
+from tests.wrappers import Odd, in_pairs
 
 
 def compare(cluster: Cluster, name: str, mu: float) -> None:

@@ -1,4 +1,4 @@
-"""Test PyTorch's fully_shard as train_fsdp.py uses it. Its gradients are DTensors, so the loop is its own."""
+"""Test PyTorch's fully_shard as train_fsdp.py uses it."""
 
 import functools
 from typing import Any
@@ -7,29 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lab.check import assert_same, gradients, parameters, reference_gradients
+from lab.check import assert_same, gradients, reference_gradients
 from lab.cluster import Cluster
 from lab.models.model import BabyCNN
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry
-from tests.data_parallel.equivalence import BATCH, Loss, gpt, mine, text, text_loss
 from tests.dtensors import full_tensors
-from zero.train_fsdp import Args, shard, traffic_per_step
+from tests.wrappers import BATCH, Task, Trained, compare_with_one_process, gpt, mine, text, text_loss
+from zero.train_fsdp import Args, traffic_per_step
 
 
-def accumulate(model: nn.Module, loss: Loss, batch: list[Tensor], microbatches: int = 1) -> None:
-    """Compute the gradients of a step, as the lesson does."""
-    parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
-    for i, (x, y) in enumerate(parts):
-        model.set_requires_gradient_sync(i == len(parts) - 1)
-        (loss(model, x, y) / microbatches).backward()
-
-
-def digits() -> tuple[Tensor, Tensor]:
+def images(_: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(3)
-    return torch.randn(BATCH, 1, 8, 8, generator=random).double(), torch.randint(
-        10, (BATCH,), generator=random
-    )
+    x = torch.randn(BATCH, 1, 8, 8, generator=random).double()
+    return x, torch.randint(10, (BATCH,), generator=random)
 
 
 def frozen_gpt(seed: int) -> nn.Module:
@@ -39,37 +30,17 @@ def frozen_gpt(seed: int) -> nn.Module:
     return model
 
 
-MODELS: dict[str, tuple[Any, Loss, tuple[Tensor, Tensor]]] = {
-    "untied": (functools.partial(gpt, tied=False), text_loss, text()),
-    "frozen": (frozen_gpt, text_loss, text()),  # has tied weights, too
-    "images": (lambda seed: BabyCNN(seed=seed).double(), text_loss, digits()),
-}
+IMAGES = Task(lambda seed: BabyCNN(seed=seed).double(), text_loss, images)
+UNTIED = Task(functools.partial(gpt, tied=False), text_loss, text)
+FROZEN = Task(frozen_gpt, text_loss, text)  # has tied weights, too
 
 
-@pytest.mark.parametrize(
-    ("world_size", "models"), [(1, ["images"]), (2, ["untied"]), (3, ["frozen"]), (4, ["images"])]
-)
-def test_gradients_and_parameters_equal_one_process(world_size: int, models: list[str]):
+@pytest.mark.parametrize(("n", "task"), [(1, IMAGES), (2, UNTIED), (3, FROZEN), (4, IMAGES)])
+def test_gradients_and_parameters_equal_one_process(n: int, task: Task):
     def work(cluster: Cluster) -> None:
-        for what in models:
-            make, loss, batch = MODELS[what]
-            reference, model = make(0), shard(make(cluster.rank), cluster.device)
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, model)]
-            for microbatches in (1, 3):
-                expected = reference_gradients(reference, lambda m: loss(m, *batch))
-                optimizers[1].zero_grad()
-                accumulate(model, loss, mine(cluster, batch), microbatches)
-                assert_same(full_tensors(gradients(model)), expected, what=f"gradient of {what}")
-                for optimizer in optimizers:
-                    optimizer.step()
-            assert_same(full_tensors(parameters(model)), parameters(reference), what=f"parameter of {what}")
-            restored = make(7)
-            restored.load_state_dict(model.full_state_dict())
-            assert_same(
-                parameters(restored), full_tensors(parameters(model)), rtol=0, what=f"saved, of {what},"
-            )
+        compare_with_one_process(cluster, "fsdp", task, (1, 3))
 
-    run_ranks(work, world_size)
+    run_ranks(work, n)
 
 
 def without_noise(gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -89,10 +60,11 @@ def test_with_every_option_gradients_are_the_same_and_all_messages_are_comms_and
         expected = reference_gradients(frozen_gpt(0).float(), lambda m: text_loss(m, *text()))
         for way in ways:
             args = Args(**way)
-            options = args.bf16, args.reshard_after_forward
-            model = shard(frozen_gpt(cluster.rank).float(), cluster.device, *options)
+            options = {"bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward}
+            ours = Trained("fsdp", frozen_gpt(cluster.rank).float(), **options)
+            model = ours.model
             LEDGER.clear()
-            accumulate(model, text_loss, mine(cluster, text()), args.grad_acc_steps)
+            ours.accumulate(text_loss, mine(cluster, text()), args.grad_acc_steps)
             assert LEDGER.total() == traffic_per_step(cluster, args, model), way
             used = {Entry(op, "torch", by_formula=True) for op in ("all_gather", "reduce_scatter")}
             assert used <= LEDGER.rows().keys(), way

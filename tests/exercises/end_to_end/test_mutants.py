@@ -13,6 +13,7 @@ import pytest
 from exercises.catalog.exercise import LESSON_PACKAGES
 from exercises.checker.compared import compared_in
 from exercises.checker.failure import failure_of
+from exercises.checker.run_tests import arguments_of
 from exercises.find_the_bug import implementation
 from exercises.mutants import Mutant, all_mutants
 from lab import ranks
@@ -44,13 +45,16 @@ def without_new_results() -> Iterator[None]:
                 function.cache_clear()
 
 
-def killer_of(mutant: Mutant) -> Callable[[], None]:
-    """Return the mutant's killer; fail if there is none, or if it wants arguments."""
-    file, _, test = mutant.killer.partition(".py::")
-    killer = getattr(importlib.import_module(file.replace("/", ".")), test, None)
-    assert killer is not None, f"{mutant.name}: there is no test {mutant.killer}"
-    assert not inspect.signature(killer).parameters, f"{mutant.name}: {test} must be a test without arguments"
-    return killer
+@functools.cache
+def killer_of(mutant_killer: str) -> Callable[[], None]:
+    """Return the test with this id, with its argument where the id has one; fail if there is none."""
+    file, _, test = mutant_killer.partition(".py::")
+    name, _, parameter = test.partition("[")
+    killer = getattr(importlib.import_module(file.replace("/", ".")), name, None)
+    assert killer is not None, f"there is no test {mutant_killer}"
+    arguments = arguments_of(killer, parameter.rstrip("]"))
+    assert inspect.signature(killer).parameters.keys() == arguments.keys(), f"{mutant_killer} needs fixtures"
+    return functools.partial(killer, **arguments)
 
 
 def outcome(killer: Callable[[], None]) -> BaseException | None:
@@ -89,7 +93,7 @@ def names_the_cause(mutant: Mutant, text: str) -> bool:
 
 def judge(mutant: Mutant, wrong: Callable[..., object] | None = None) -> None:
     """Fail unless the killer passes without the mutant, and fails for the right reason with it."""
-    killer, wrong = killer_of(mutant), wrong or implementation(mutant)
+    killer, wrong = killer_of(mutant.killer), wrong or implementation(mutant)
     if (error := outcome_without_a_mutant(killer)) is not None:
         pytest.fail(f"{mutant.killer} fails without the mutant:\n{error}")
     with replaced(mutant.target, wrong):
