@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from context_parallel.sequence_cut import CUTS, SequenceCut
+from context_parallel.sequence_cut import CUTS, SequenceCut, documents_of
 from tests.context_parallel.equivalence import attending_pairs, documents_with_borders
 
 
@@ -100,3 +100,10 @@ def test_documents_leave_out_the_keys_of_other_documents():
     [diagonal] = cut.parts(1, 1, True, documents)
     [below] = cut.parts(1, 0, True, documents)
     assert diagonal.is_causal and diagonal.mask is None and below.mask is None, "no border needs no mask"
+
+
+def test_a_document_begins_after_an_empty_line():
+    tokens = torch.tensor([list(b"\n\na\n\n\nbc\nd\n\ne")])
+    assert documents_of(tokens).tolist() == [[0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3]]
+    both = torch.tensor([list(b"ab\n\ncd"), list(b"\n\n\n\nab")])
+    assert documents_of(both).tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1]]

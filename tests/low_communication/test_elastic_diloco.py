@@ -254,19 +254,3 @@ def test_one_that_comes_back_after_the_end_is_told_so():
         return ""
 
     assert "has come back too late: the others have ended" in run_ranks(work, 2)[1]
-
-
-def test_options_that_make_no_sense_are_refused_in_a_sentence():
-    def work(cluster: Cluster) -> None:
-        for changes, sentence in (
-            ({"kill": ("1",)}, "^--kill 1: write RANK@STEP, with a rank from 0 to 1"),
-            ({"come_back": -1.0}, "^--come-back -1: it is a number of seconds, 0 or more"),
-            ({"patience": 0.0}, "^--patience 0: it is a number of seconds above 0"),
-            ({"sync_every": 0}, "^sync_every is 0: it is a number of steps, at least 1"),
-            ({"outer_lr": 0.0}, "^outer_lr is 0.0: it is a number above 0"),
-            ({"batch_size": 7}, "^2 ranks cannot share a batch of 7 examples equally"),
-        ):
-            with pytest.raises(WorkbookError, match=sentence):
-                train_elastic_diloco.main(cluster, ElasticDiLoCoArgs(**vars(ARGS) | changes))
-
-    run_ranks(work, 2)

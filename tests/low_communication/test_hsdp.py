@@ -5,7 +5,6 @@ tests/test_wrappers.py compares it, as all wrappers, with one process.
 
 import os
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,7 +13,6 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.train_hsdp import HybridShardedDataParallel, machine_groups
-from tests.training.attempts import refusal, the_one_sentence, train
 from tests.wrappers import BRANCHES, Blocks, compare_with_one_process
 
 
@@ -63,30 +61,3 @@ def bytes_by_axis() -> dict[str, int]:
         if entry.pattern != "header":
             sent[entry.axis] = sent.get(entry.axis, 0) + traffic.bytes_sent
     return sent
-
-
-def test_machines_of_different_sizes_and_shards_that_do_not_divide_the_ranks_are_refused():
-    def work(cluster: Cluster) -> list[str]:
-        said = [refusal(cluster, "hsdp", shard_size=size) for size in (3, 0)]
-        named_hosts(cluster, "aaab")
-        return [*said, refusal(cluster, "hsdp")]
-
-    three, zero, uneven = map(the_one_sentence, zip(*run_ranks(work, 4), strict=True))
-    assert three == "--shard-size 3: it must divide the number of ranks, 4."
-    assert zero == "--shard-size 0: it must divide the number of ranks, 4."
-    assert uneven.startswith("The machines have 3, 1 ranks, and hybrid sharding needs equally many on each")
-
-
-def test_zero3_resumes_a_checkpoint_and_the_other_way_round(tmp_path):
-    ways: list[tuple[str, int]] = [("hsdp", 4), ("zero3", 3), ("hsdp", 2)]
-    for steps, (mode, n) in enumerate(ways, start=1):
-        here = {"checkpoint": str(tmp_path), "steps": steps} | ({"resume": True} if steps > 1 else {})
-        reports = run_ranks(lambda cluster, mode=mode, here=here: train(cluster, mode, **here), n)
-        for one in reports:
-            assert one["steps"] == 1 and one["bytes_sent"] == one["bytes_formula"] and one["replicas_equal"]
-            if mode == "hsdp":
-                assert one["machines"] == 2 and one["replicas_bytes_sent"] > 0
-                held = [one[f"{how}parameters_bytes"] for how in ("", "formula_")]
-                assert held[0] == pytest.approx(held[1], rel=1e-2)
-    straight = run_ranks(lambda cluster: train(cluster, "zero3", steps=len(ways)), 1)[0]
-    assert reports[0]["last_loss"] == pytest.approx(straight["last_loss"], rel=1e-4)

@@ -3,8 +3,12 @@
 import pytest
 
 from comm.cost import Link
+from lab.trace.gantt import Event
+from lab.trace.makespan import makespan, microbatches_held
+from pipeline_parallel.analysis import compare
 from pipeline_parallel.analysis.simulate import Costs, Simulation, simulate
 from pipeline_parallel.analysis.validate import ScheduleError
+from pipeline_parallel.schedules import SCHEDULES, stages_per_rank, table_of
 from tests.pipeline_parallel.rows import parse_row, written
 
 
@@ -59,3 +63,17 @@ def test_a_table_that_would_never_end_is_refused():
         simulate(written("F0 B0 F1 B1", "F0 F1 B0 B1"), ONES)
     with pytest.raises(ScheduleError, match="Stage 1 never does B0"):
         simulate(written("F0 B0", "F0"), ONES)
+
+
+def test_of_a_simulated_run_the_table_its_costs_and_what_it_holds_come_back():
+    costs = Costs(forward=(1.0, 2.0), input_gradient=(1.0, 3.0), weight_gradient=(1.0, 3.0))
+    for name in SCHEDULES:
+        stages = 2 * stages_per_rank(name)
+        table = table_of(name, 2, 4)
+        used = costs if stages == 2 else Costs.equal(4, 1.0, 2.0, 2.0)
+        events: list[Event] = simulate(table, used).events()
+        assert Simulation.measured(events).table == table
+        assert compare.name_of(table) == name
+        assert Costs.measured(events, stages) == used
+        assert makespan(events) == simulate(table, used).makespan
+        assert [microbatches_held(events, rank) for rank in range(2)] == simulate(table, used).peak_held
