@@ -13,7 +13,6 @@ ROW = (
 )
 MESSAGES = "tests/pipeline_parallel/test_messages.py::"
 DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
-BEHAVIOUR = "tests/pipeline_parallel/test_behaviour.py::"
 BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 
 EXERCISES = (
@@ -57,9 +56,9 @@ EXERCISES = (
         notebook="08_pipelines",
         target="pipeline_parallel.train_afab.AllForwardAllBackward",
         tests=(
-            BEHAVIOUR + "test_two_stages_have_the_gradients_of_one_process",
-            BEHAVIOUR + "test_four_stages_and_six_microbatches_have_the_gradients_of_one_process",
-            BEHAVIOUR + "test_each_activation_and_each_gradient_is_one_message",
+            BY_HAND + "test_two_stages_have_the_gradients_of_one_process",
+            BY_HAND + "test_four_stages_and_six_microbatches_have_the_gradients_of_one_process",
+            BY_HAND + "test_each_activation_and_each_gradient_is_one_message",
         ),
         difficulty=4,
         minutes=75,
@@ -268,8 +267,8 @@ EXERCISES = (
         notebook="08_pipelines",
         target="pipeline_parallel.schedules.one_f_one_b",
         tests=(
-            BEHAVIOUR + "test_a_1f1b_table_can_run",
-            BEHAVIOUR + "test_1f1b_idles_and_holds_no_more_than_the_formulas_say",
+            BY_HAND + "test_a_1f1b_table_can_run",
+            BY_HAND + "test_1f1b_idles_and_holds_no_more_than_the_formulas_say",
         ),
         difficulty=3,
         minutes=40,

@@ -2,7 +2,7 @@
 
 from exercises.mutants import mutant
 
-MUTANT_KILLERS = "tests/pipeline_parallel/test_mutant_killers.py::"
+TRAINING = "tests/pipeline_parallel/test_training.py::"
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
 BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 
@@ -14,7 +14,7 @@ mutant(
         "self.kept.pop((microbatch, stage))": "self.kept[microbatch, stage]",
         "[dy])": "[dy], retain_graph=True)",
     },
-    killer=MUTANT_KILLERS + "test_1f1b_holds_no_more_microbatches_than_ranks_come_after",
+    killer=TRAINING + "test_1f1b_holds_no_more_microbatches_than_ranks_come_after",
 )
 
 mutant(
@@ -22,7 +22,7 @@ mutant(
     "With split backwards biases do not learn: only the gradients of the weights are computed.",
     target="pipeline_parallel.deferred.SplitLinear.backward",
     changes={"if bias is not None and bias.requires_grad:\n    add_to(bias, rows_of_dy.sum(0))": ""},
-    killer=MUTANT_KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[zb_h1]",
 )
 
 mutant(
@@ -79,7 +79,7 @@ mutant(
             "return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)"
         ): "return nn.utils.clip_grad_norm_(self.parameters(), max_norm)",
     },
-    killer=MUTANT_KILLERS + "test_the_norm_is_that_of_all_stages",
+    killer=TRAINING + "test_the_norm_is_that_of_all_stages",
 )
 
 mutant(
@@ -105,7 +105,7 @@ mutant(
             "    isend(gradient, peer, self.group).wait()"
         ),
     },
-    killer=MUTANT_KILLERS + "test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even",
+    killer=TRAINING + "test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even",
     cause="deadlock",
     fails_with="waited until the timeout",
 )
@@ -115,7 +115,7 @@ mutant(
     "Weight decay shrinks a frozen tied embedding: its gradient is zeros instead of none.",
     target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
     changes={"if not copy.requires_grad:\n    continue": ""},
-    killer=MUTANT_KILLERS + "test_a_frozen_embedding_gets_no_gradient",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
 )
 
 mutant(
@@ -123,7 +123,7 @@ mutant(
     "With some backwards split and others not, the stages with full backwards do not learn.",
     target="pipeline_parallel.pipeline.Pipeline.forward_of",
     changes={"if place in self.split else None": "if self.split else None"},
-    killer=MUTANT_KILLERS + "test_full_backwards_may_stand_beside_split_ones",
+    killer=TRAINING + "test_full_backwards_may_stand_beside_split_ones",
 )
 
 mutant(
@@ -131,7 +131,7 @@ mutant(
     "With several microbatches gradients are wrong: each backward uses the last forward's activations.",
     target="pipeline_parallel.pipeline.Pipeline.backward_of",
     changes={"self.kept.pop((microbatch, stage))": "self.kept.popitem()[1]"},
-    killer=MUTANT_KILLERS + "test_a_backward_uses_the_activations_of_its_own_microbatch",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
 )
 
 mutant(
@@ -139,7 +139,7 @@ mutant(
     "With many microbatches training diverges: gradients are too large by the number of microbatches.",
     target="pipeline_parallel.pipeline.Pipeline.forward_of",
     changes={"if target is not None:\n    y = y * self.shares[microbatch]": ""},
-    killer=MUTANT_KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="where a mean is due",
 )
 
@@ -148,7 +148,7 @@ mutant(
     "The printed loss is noisy and too small: it has only the last microbatch's part of the mean.",
     target="pipeline_parallel.pipeline.Pipeline.hand_over",
     changes={"self.losses.append(made)": "self.losses[:] = [made]"},
-    killer=MUTANT_KILLERS + "test_the_loss_is_the_mean_over_all_microbatches",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="only the last one used",
     symptom="The printed loss is noisy and too small, and training is right.",
 )
@@ -162,7 +162,7 @@ mutant(
             "if message in queue:\n    queue.remove(message)\n    posted.append(message)"
         ),
     },
-    killer=MUTANT_KILLERS + "test_messages_meet_the_receives_that_are_meant_for_them",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[zb_v]",
 )
 
 mutant(
@@ -170,7 +170,7 @@ mutant(
     "With recomputation and dropout gradients are wrong: the second forward draws other dropout masks.",
     target="pipeline_parallel.stage.Stage.forward",
     changes={"use_reentrant=False)": "use_reentrant=False, preserve_rng_state=False)"},
-    killer=MUTANT_KILLERS + "test_recomputation_drops_out_the_same",
+    killer=TRAINING + "test_recomputation_drops_out_the_same",
 )
 
 mutant(
@@ -178,7 +178,7 @@ mutant(
     "A tied embedding learns at half the rate: its two gradients are averaged instead of added.",
     target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
     changes={"gradient.add_(theirs)": "gradient.add_(theirs).div_(2)"},
-    killer=MUTANT_KILLERS + "test_both_copies_of_a_tied_embedding_get_both_gradients",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="divided by their number once too often",
 )
 
@@ -190,7 +190,7 @@ mutant(
     ),
     target="pipeline_parallel.own_stages.OwnStages._tie",
     changes={"broadcast(parameter.data,": "broadcast(parameter.detach().clone(),"},
-    killer=MUTANT_KILLERS + "test_tied_copies_are_equal_before_the_first_step",
+    killer=TRAINING + "test_tied_copies_are_equal_before_the_first_step",
     cause="Is a broadcast missing",
     symptom="The two copies of a tied weight differ from the first step on.",
 )
@@ -200,7 +200,7 @@ mutant(
     "Each rank trains its own copy of a shared weight: the sum of both gradients is not stored in .grad.",
     target="pipeline_parallel.own_stages.OwnStages.finish_gradient_sync",
     changes={"copy.grad = gradient.add_(theirs)": "gradient = gradient + theirs"},
-    killer=MUTANT_KILLERS + "test_both_copies_of_a_tied_embedding_get_both_gradients",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     symptom="The embedding and the head share a weight, and after some steps they do not.",
 )
 
@@ -209,7 +209,7 @@ mutant(
     "Only one layer of a stage learns: the loop over the deferred gradients ends too early.",
     target="pipeline_parallel.deferred.compute_gradients",
     changes={"while later:": "if later:"},
-    killer=MUTANT_KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[zb_h1]",
 )
 
 mutant(
@@ -221,7 +221,7 @@ mutant(
             "if ctx.needs_input_grad[1] else None, dy.flatten(0, -2).t() @ x.flatten(0, -2), None"
         ),
     },
-    killer=MUTANT_KILLERS + "test_a_split_backward_computes_every_weights_gradient_once",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[zb_h1]",
     cause="added up twice",
 )
 
@@ -230,7 +230,7 @@ mutant(
     "Memory grows in every step: weight gradients are computed with a graph, which keeps their inputs.",
     target="pipeline_parallel.deferred.compute_gradients",
     changes={"@torch.no_grad()": ""},
-    killer=MUTANT_KILLERS + "test_when_weight_gradients_are_computed_nothing_they_needed_is_left",
+    killer=TRAINING + "test_when_weight_gradients_are_computed_nothing_they_needed_is_left",
 )
 
 mutant(
@@ -238,7 +238,7 @@ mutant(
     "Only the last microbatch trains the model: each backward clears the gradients of the earlier ones.",
     target="pipeline_parallel.pipeline.Pipeline.backward_of",
     changes={"if edge is not None:": "self.stages[str(stage)].zero_grad()\nif edge is not None:"},
-    killer=MUTANT_KILLERS + "test_gradients_of_the_microbatches_add_up",
+    killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="cleared",
     symptom="With more microbatches the gradients of a batch become smaller.",
 )

@@ -4,7 +4,7 @@ from exercises.mutants import mutant
 
 CHECKPOINT = "tests/training/test_checkpoint.py::"
 RESUME = "tests/hybrid_parallel/test_resume.py::"
-MUTANT_KILLERS = "tests/pipeline_parallel/test_mutant_killers.py::"
+PIPELINES = "tests/pipeline_parallel/test_training.py::"
 RANDOMNESS = "tests/training/test_randomness.py::"
 EVALUATION = "tests/training/test_evaluation.py::"
 
@@ -120,7 +120,7 @@ mutant(
             "        module.training = is_training"
         ): "model.eval()\nwith torch.no_grad():\n    yield",
     },
-    killer=MUTANT_KILLERS + "test_training_goes_on_with_dropout_after_an_evaluation",
+    killer=PIPELINES + "test_training_goes_on_with_dropout_after_an_evaluation",
 )
 
 mutant(

@@ -22,6 +22,7 @@ from pipeline_parallel.stage import balanced_stages
 from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
+from pipeline_parallel.train_torch_pipelining import TorchPipeline
 
 RTOL, LEARNING_RATE = 1e-9, 0.3
 VOCABULARY, TIME = 13, 5
@@ -125,24 +126,25 @@ def compare_with_one_process(
     table: Table,
     batch: Batch,
     steps: int = 2,
-    spoil: Callable[[nn.Module], Any] = lambda model: None,
     what: str = "",
     by_hand: type[OwnStages] | None = None,
+    schedule: str = "",
     **options: Any,
 ) -> OwnStages:
-    """`spoil` changes what this rank makes a pipeline of, and not what it is compared with."""
+    """`by_hand` is the class of the pipeline, which may be torch's with the name of its schedule."""
     x, y = (part.to(cluster.device) for part in batch)
     rank_of, microbatches = placement(table), num_microbatches(table)
     expected, model = of_one_process(make, batch, steps), make().to(cluster.device)
     what += (
         f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}, {options}"
     )
-    spoil(model)
     example = x[: len(x) // microbatches]
     pipeline: Any = (
         Pipeline(model, table, loss_of, example, **options)
         if by_hand is None
         else by_hand(balanced_stages(model, len(rank_of)), microbatches, loss_of, example, **options)
+        if by_hand is not TorchPipeline
+        else TorchPipeline(balanced_stages(model, len(rank_of)), schedule, microbatches, example, rank_of)
     )
     del model
     own = pipeline.named_own_parameters()
@@ -178,4 +180,4 @@ def compare_schedule(
     """Call compare_with_one_process for the schedule of that name; a microbatch has `rows` rows."""
     table = table_of(name, cluster.world_size, microbatches, chunks)
     batch, what = batch_of(rows * microbatches), f" {name}{options.pop('what', '')}"
-    compare_with_one_process(cluster, make, table, batch, what=what, **options)
+    compare_with_one_process(cluster, make, table, batch, what=what, schedule=name, **options)

@@ -1,0 +1,415 @@
+"""Every pipeline trains as one process: by a table, by hand, and by PyTorch's schedules.
+
+Each call of compare_schedule compares the loss, all gradients, the parameters after the steps, and what is
+sent with the formula.
+"""
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lab.check import assert_same
+from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
+from lab.models.model import MLP, loss_of
+from lab.models.parts import parts_of
+from lab.ranks import forked, run_ranks
+from lab.trace.memory import saved_activations
+from pipeline_parallel.actions import placement
+from pipeline_parallel.own_stages import OwnStages
+from pipeline_parallel.pipeline import Pipeline
+from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
+from pipeline_parallel.stage import Stage, balanced_stages
+from pipeline_parallel.train_torch_pipelining import TORCH_SCHEDULES, TorchPipeline
+from tests.pipeline_parallel.equivalence import (
+    ALL_SCHEDULES,
+    BY_HAND,
+    RTOL,
+    cnn,
+    compare_schedule,
+    compare_with_one_process,
+    gpt,
+    gradients_of,
+    images,
+    mlp,
+    own_gradients,
+    text,
+    vectors,
+)
+from tests.pipeline_parallel.rows import parse_row
+from training.evaluation import evaluating
+
+forked.preload("pipeline_parallel.train_torch_pipelining")
+
+# The schedule of each pipeline, its chunks, and the lesson by hand, if any, or TorchPipeline.
+PIPELINES: dict[str, tuple[str, int, type[OwnStages] | None]] = {
+    **{name if chunks == 2 else f"{name} in three": (name, chunks, None) for name, chunks in ALL_SCHEDULES},
+    **{f"{name} by hand": (name, 2, lesson) for name, lesson in BY_HAND.items()},
+    **{f"{name} of torch": (name, 2, TorchPipeline) for name in TORCH_SCHEDULES},
+}
+
+
+def tied_sequential() -> nn.Module:
+    """Make a language model of plain modules whose embedding is its last layer's weight, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Embedding(13, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        *(nn.LayerNorm(8), nn.Linear(8, 13, bias=False)),
+    )
+    model[7].weight = model[0].weight
+    return model.double()
+
+
+def transposed() -> nn.Module:
+    """Make a CNN that keeps channels last in memory: what its stages send is not contiguous."""
+    return cnn().to(memory_format=torch.channels_last)
+
+
+def frozen(*names: str) -> nn.Module:
+    model = gpt(num_layers=2)
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+# The last freezes the first of two stages, which the lessons by hand do not expect.
+FROZEN = (("head",), ("blocks.1.mlp",), ("token_embedding", "position_embedding", "blocks.0"))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_two_ranks_train_with_microbatches_as_one_process(name: str):
+    schedule, chunks, lesson = PIPELINES[name]
+    stages = 2 * stages_per_rank(schedule, chunks)
+
+    def work(cluster: Cluster) -> None:
+        def compare(microbatches: int, make: Any, batch_of: Any, steps: int = 1) -> None:
+            if lesson is TorchPipeline:
+                microbatches = 4  # else some of torch's refuse
+            how = {"chunks": chunks, "steps": steps, "by_hand": lesson}
+            compare_schedule(cluster, schedule, microbatches, make, batch_of, **how)
+
+        # All boundaries have one size, so a message would also fit where another one is expected.
+        compare(3, lambda: MLP([6] * (stages + 1)).double(), partial(vectors, width=6))
+        compare(3, partial(mlp, stages), vectors, steps=2)
+        for microbatches in (1, 5):
+            compare(microbatches, partial(mlp, stages), vectors)
+        compare(3, partial(gpt, num_layers=max(2, stages - 2)), text, steps=2)  # tied weights
+        if stages <= 4:
+            for names in FROZEN[:2] if lesson in BY_HAND.values() else FROZEN:
+                compare(2, partial(frozen, *names), text)
+            compare(2, cnn if lesson is TorchPipeline else transposed, images)
+            compare(2, tied_sequential, text)
+
+    run_ranks(work, 2, timeout=60)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_any_number_of_ranks_trains_as_one_process(n: int):
+    """On three ranks stages are recomputed, and on four there are also fewer microbatches than ranks."""
+
+    def work(cluster: Cluster) -> None:
+        for schedule, chunks, lesson in PIPELINES.values():
+            if lesson is TorchPipeline:
+                continue
+            stages = n * stages_per_rank(schedule, chunks)
+            how = {"recompute": n == 3, "chunks": chunks, "steps": 1, "by_hand": lesson}
+            make = partial(gpt, num_layers=max(2, stages - 2), tied=n != 3)
+            compare_schedule(cluster, schedule, n + 1, make, text, **how)
+            if n == 4 and stages == 4:
+                compare_schedule(cluster, schedule, 2, make, text, **how)
+
+    run_ranks(work, n, timeout=120)
+
+
+def test_full_backwards_may_stand_beside_split_ones():
+    """So trains any valid table: microbatches in another order on each rank, and stages placed at will."""
+
+    def work(cluster: Cluster) -> None:
+        for table in (
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
+            [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
+            [parse_row("0F0 1F0 0F1 1F1 1I0 0B0 1I1 1W0 0B1 1W1"), parse_row("2F0 2B0 2F1 2B1")],
+        ):
+            compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_tied_copies_are_equal_before_the_first_step():
+    def work(cluster: Cluster) -> None:
+        model, (x, _) = gpt(num_layers=2), text(2)
+        if cluster.rank == 1:
+            model.head.weight.data.normal_()
+        pipeline = Pipeline(model, table_of("1f1b", 2, 2), loss_of, x[:1])
+        initial = {name: each.detach() for name, each in pipeline.named_own_parameters().items()}
+        expected = {name: each for name, each in gpt(num_layers=2).state_dict().items() if name in initial}
+        assert_same(initial, expected, 0, "initial parameter,")
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even():
+    def work(cluster: Cluster) -> None:
+        compare_schedule(cluster, "1f1b", 1, partial(gpt, num_layers=2), text, steps=1)
+
+    for n in (3, 2):
+        run_ranks(work, n, timeout=20, group_timeout=2)
+
+
+def test_recomputation_drops_out_the_same():
+    def work(cluster: Cluster) -> None:
+        x, y = text(2)
+        gradients = []
+        for recompute in (False, True):
+            model = gpt(num_layers=2, dropout=0.5)
+            pipeline = Pipeline(model, table_of("gpipe", 2, 2), loss_of, x[:1], recompute=recompute)
+            torch.manual_seed(cluster.rank)
+            pipeline.step(x, y)
+            gradients.append(own_gradients(pipeline))
+        assert_same(gradients[1], gradients[0], RTOL)
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
+    def work(cluster: Cluster) -> None:
+        x, y = vectors(6)
+        peaks = []
+        for m in (1, 6):  # one microbatch alone, and six of the same size
+            pipeline = Pipeline(mlp(2), table_of("1f1b", 2, m), loss_of, x[:1])
+            with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
+                pipeline.step(x[:m], y[:m])
+            peaks.append(watch.peak_bytes)
+        held, most = peaks[1] / peaks[0], 2 - cluster.rank
+        assert held == most, f"rank {cluster.rank} held {held:.2f} microbatches, and not {most}"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_when_weight_gradients_are_computed_nothing_they_needed_is_left():
+    """Not even with the garbage collector off: a cycle would keep memory until it runs."""
+
+    def work(cluster: Cluster) -> None:
+        x, y = vectors(6)
+        for name in ("zb_h1", "1f1b", "interleaved"):
+            for recompute in (False, True):
+                pipeline = Pipeline(mlp(4), table_of(name, 2, 3), loss_of, x[:2], recompute=recompute)
+                saved: list[StorageWeakRef] = []
+                own = {StorageWeakRef(t.untyped_storage()) for t in [x, y, *pipeline.parameters()]}
+
+                def note(tensor: Tensor, saved: list[StorageWeakRef] = saved) -> Tensor:
+                    saved.append(StorageWeakRef(tensor.untyped_storage()))
+                    return tensor.detach()
+
+                gc.disable()
+                try:
+                    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                        pipeline.step(x, y)
+                    held = [one for one in saved if one not in own and not one.expired()]
+                    assert saved and not held, f"{name}: {len(held)} tensors are still held"
+                finally:
+                    gc.enable()
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_the_norm_is_that_of_all_stages():
+    def work(cluster: Cluster) -> None:
+        x, y = text(4)
+        model = gpt(num_layers=2)
+        loss_of(model(x), y).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        pipeline = Pipeline(gpt(num_layers=2), table_of("1f1b", 2, 2), loss_of, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
+        expected, found = gradients_of(model), own_gradients(pipeline)
+        assert_same(found, {name: expected[name] for name in found}, RTOL, "clipped gradient,")
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_training_goes_on_with_dropout_after_an_evaluation():
+    def work(cluster: Cluster) -> None:
+        x, _ = text(4)
+        pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), table_of("1f1b", 2, 2), loss_of, x[:2])
+        with evaluating(pipeline):
+            pipeline.forward_only(x)
+        assert all(module.training for module in pipeline.modules()), "not in training mode again"
+
+    run_ranks(work, 2, timeout=20)
+
+
+def test_however_the_model_is_cut_it_is_trained_the_same():
+    def compare(cluster: Cluster) -> None:
+        table = one_f_one_b(3, 2)
+        for balance in ("layers", "parameters"):
+            compare_with_one_process(cluster, partial(gpt, num_layers=4), table, text(4), balance=balance)
+
+    run_ranks(compare, 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", *(f"{name} by hand" for name in BY_HAND)])
+def test_gradients_of_several_steps_add_up_until_they_are_cleared(name: str):
+    schedule, _, lesson = PIPELINES[name]
+
+    def work(cluster: Cluster) -> None:
+        (x, y), model = text(4), gpt(num_layers=2)
+        if lesson is None:
+            pipeline: Any = Pipeline(model, table_of(schedule, 2, 2), loss_of, x[:2])
+        else:
+            pipeline = lesson(balanced_stages(model, 2), 2, loss_of, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        once = own_gradients(pipeline)
+        pipeline.zero_grad()
+        for _ in range(2):
+            pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        assert_same(own_gradients(pipeline), {name: 2 * each for name, each in once.items()}, RTOL)
+
+        with pytest.raises(WorkbookError, match=r"call zero_grad\(\) first"):
+            pipeline.step(x, y)  # tied gradients have been added up
+        pipeline.zero_grad()
+        pipeline.step(x, y)
+
+    run_ranks(work, 2)
+
+
+def test_a_tied_weight_with_permuted_strides_trains_as_on_one_process():
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, middle, last = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
+        first.weight = last.weight = nn.Parameter(first.weight.detach().t())
+        assert not first.weight.is_contiguous()
+        return nn.Sequential(first, middle, last)
+
+    def work(cluster: Cluster) -> None:
+        x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        model = make()
+        nn.functional.mse_loss(model(x), y).backward()
+        pipeline = Pipeline(make(), one_f_one_b(2, 2), nn.functional.mse_loss, x[:2])
+        pipeline.step(x, y)
+        pipeline.finish_gradient_sync()
+        expected = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in pipeline.named_own_parameters().items():
+            assert_same({name: parameter.grad}, {name: expected[name].grad})
+
+    run_ranks(work, 2)
+
+
+def test_evaluation_is_that_of_one_process_for_every_schedule_and_leaves_all_as_it_was():
+    def work(cluster: Cluster) -> None:
+        n = cluster.world_size
+        for name in SCHEDULES:
+            make = partial(gpt, num_layers=max(3, n * stages_per_rank(name)), dropout=0.4)
+            (x, y), model = text(5), make()  # five rows: microbatches of two, two and one
+            pipeline = Pipeline(make(), table_of(name, n, 3), loss_of, x[:2])
+            pipeline.stages[next(iter(pipeline.stages))].eval()
+            modes = [module.training for module in pipeline.modules()]
+            state = torch.random.get_rng_state()
+            with evaluating(pipeline):
+                outputs = pipeline.forward_only(x)
+                sums = pipeline.evaluation_sums(x, y, torch.tensor([True, False, True, True, False]))
+            assert [module.training for module in pipeline.modules()] == modes
+            assert torch.equal(torch.random.get_rng_state(), state)
+            assert all(parameter.grad is None for parameter in pipeline.parameters())
+            assert (outputs is None) == (sums is None) == (pipeline.rank_of[pipeline.last] != pipeline.rank)
+            if outputs is not None:
+                expected = model.eval()(x)
+                torch.testing.assert_close(outputs, expected.detach(), rtol=1e-9, atol=1e-12)
+                kept = [0, 2, 3]
+                loss = loss_of(expected[kept].float(), y[kept]) * y[kept].numel()
+                torch.testing.assert_close(sums[0], loss.double().detach(), rtol=1e-5, atol=0)
+
+    run_ranks(work, 3)
+
+
+def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process():
+    def work(cluster: Cluster) -> None:
+        x, _ = text(2)
+        model = gpt(num_layers=6)
+        first = Pipeline(model, table_of("zb_v", 2, 2), loss_of, x[:1])
+        state = first.full_state_dict()
+        assert_same(state, model.state_dict(), 0)
+        other = gpt(num_layers=6)
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        second = Pipeline(other, table_of("interleaved", 2, 2), loss_of, x[:1])
+        second.load_full_state_dict(state)
+        assert_same(second.full_state_dict(), model.state_dict(), 0)
+        optimizer = torch.optim.AdamW(second.parameters())
+        names = {shard.name for shard in second.shards(optimizer)}
+        assert "model/head.weight" not in names  # the tied weight goes by its first name, on both ranks
+        assert "model/token_embedding.weight" in names
+
+    run_ranks(work, 2)
+
+
+def sentence_of(call) -> str:
+    with pytest.raises(WorkbookError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
+    def shared_by_three() -> nn.Module:
+        model = MLP([4, 4, 4, 4])
+        model.layers[1].weight = model.layers[2].weight = model.layers[0].weight
+        return model
+
+    def work(cluster: Cluster) -> list[str]:
+        x, y = vectors(4)
+        model, table = mlp(5), one_f_one_b(3, 2)
+        pipeline = Pipeline(model, table, loss_of, x[:2])
+        calls = [
+            lambda: Pipeline(model, one_f_one_b(2, 2), loss_of, x),
+            lambda: Pipeline(mlp(2), table, loss_of, x),
+            lambda: Pipeline(nn.Linear(2, 2), table, loss_of, x),
+            lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
+            lambda: pipeline.step(x[:3], y[:3]),
+        ]
+        return [sentence_of(call) for call in calls]
+
+    first, *others = run_ranks(work, 3)
+    assert all(other == first for other in others)
+    starts = (
+        "The schedule is for 2 ranks, and there are 3.",
+        "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
+        "A Linear cannot be cut into stages: give an nn.Sequential",
+        "Stages of three ranks share a parameter",
+        "The pipeline was made for x and y of 4 rows, in 2 microbatches, and got 3 and 3",
+    )
+    for sentence, start in zip(first, starts, strict=True):
+        assert sentence.startswith(start), sentence
+
+
+def test_a_rank_without_parameters_is_refused_on_all_ranks():
+    def work(cluster: Cluster) -> str:
+        model = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+        stages = [Stage(nn.Sequential(*model), [part]) for part in parts_of(nn.Sequential(*model))]
+        return sentence_of(lambda: OwnStages(stages, 2, nn.functional.mse_loss, torch.ones(2, 4)))
+
+    assert set(run_ranks(work, 3)) == {"Rank 1 would have no parameters to train: cut fewer stages."}
+
+
+def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
+    def refuse(cluster: Cluster) -> None:
+        for name, microbatches, sentence in (
+            ("1f1b", 2, r"PyTorch's 1f1b refuses: Number of microbatches \(2\) must be greater"),
+            ("interleaved", 7, "of the number of rounds"),
+            ("dualpipe_v", 5, "at least as many microbatches as stages"),
+        ):
+            (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
+            stages = balanced_stages(gpt(num_layers=6), len(rank_of))
+            with pytest.raises(WorkbookError, match=sentence) as refusal:
+                TorchPipeline(stages, name, microbatches, x[:1], rank_of)
+            assert "\n" not in str(refusal.value)
+
+    run_ranks(refuse, 3)
