@@ -31,7 +31,7 @@ CUTS = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}
 class ContextAxis:
     """Gives this rank its tokens of each sequence, and lets a GPT's attention meet the tokens of the others.
 
-    `length` is the number of tokens of all sequences. The model may be divided by the tensor axis already.
+    `length` is the number of tokens of all sequences. The tensor axis must have divided the model already.
     """
 
     def __init__(self, model: GPT, group: Group, sizes: ParallelSizes, length: int) -> None:

@@ -58,6 +58,8 @@ class OneStage(nn.Module):
 class PipelineStages(Pipeline):
     """This rank's stages of the model, on the ranks of `group`; `example` is one microbatch on this rank."""
 
+    layers: Layers
+
     def __init__(self, layers: Layers, sizes: ParallelSizes, example: Tensor, group: Group) -> None:
         table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
         super().__init__(layers.plain, table, layers.loss, example, group, recompute=sizes.recompute)

@@ -11,7 +11,7 @@
                zero 2   the same, with m reduce-scatters                         ZeroOptimizer
                zero 3   m reduce-scatters, 2 m all-gathers                       ShardedModule
                experts  for each microbatch and block an all-gather of counts    expected_traffic.py
-    context    for each microbatch and block keys and values, and their          expected_traffic.py
+    context    for each microbatch and block keys and values, and their          context_parallel/cost.py
                gradients, round the ring, or 4 all-to-alls
     expert     for each microbatch and block 4 all-to-alls of tokens or          expected_traffic.py
                their gradients

@@ -10,12 +10,20 @@
       data 0   rank 0     rank 1        rank 4     rank 5
       data 1   rank 2     rank 3        rank 6     rank 7
 
-`put_on_mesh` puts the wrappers of all lessons around one model, each with its group of the mesh. Experts,
-divided layers and cut tokens take their places inside of the model; stages and replicas go around it.
+`put_on_mesh` lets the techniques of all lessons work on one model, each with its group of the mesh:
+
+      HybridParallel        replicas: buckets, ZeRO, local SGD, compressed gradients      hybrid.py
+        PipelineStages      this rank's stages; or OneStage                               stages.py
+          TensorParallel    layers are divided, also in experts                           lesson 3
+            ExpertModel     some experts in place of each MLP; or PlainModel              layers.py
+              GPT or MLP    ContextAxis changes its attention, for a part of the tokens   context_axis.py
+
+Each of them answers for its own axis (which part of the state it has, which gradients it counts) and hands on
+to what it wraps.
 
 What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.
-  2. `put_on_mesh` below, and layers.py and stages.py: what each axis answers for.
+  2. `put_on_mesh` below, and layers.py and stages.py: what each class answers for.
   3. hybrid.py: the replicas, and in which order the gradients of a step are completed.
   4. traffic.py: what each axis sends in a step.
   5. `train` below, which is the loop of the other lessons.
@@ -26,7 +34,7 @@ sizes.py says which sizes make sense together.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +53,7 @@ from hybrid_parallel.sizes import refuse_sizes
 from hybrid_parallel.stages import Layers, OneStage, PipelineStages
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
-from lab.models.model import GPT, MLP, MLPConfig
+from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from tensor_parallel.parallelize import parallelize
 from training.run import Run
 from zero.train_zero3 import recompute_blocks
@@ -70,16 +78,21 @@ def put_on_mesh(
     batch_size, num_experts = len(example) * sizes.data * sizes.microbatches, 1
     if experts is not None:
         num_experts = experts.moe.num_experts
-    config = MLPConfig(len(model.layers), model.sizes[1]) if isinstance(model, MLP) else model.config
-    config = config if isinstance(model, MLP) else replace(config, block_size=length)
+    config: GPTConfig | MLPConfig
+    if isinstance(model, MLP):
+        config = MLPConfig(len(model.layers), model.sizes[1])
+    else:
+        config = replace(model.config, block_size=length)
     refuse_sizes(sizes, config, batch_size, dist.get_world_size(), num_experts)
 
-    layers: Layers = PlainModel(model)
-    if experts is not None:
-        layers = ExpertModel(model, experts, mesh.form_expert_groups(), sizes.microbatches)
+    gpt, layers = cast(GPT, model), cast(Layers, PlainModel(model))  # refuse_sizes knows what an MLP has not
+    if experts is not None:  # first, because the tensor axis divides what is in an expert, too
+        layers = ExpertModel(gpt, experts, mesh.form_expert_groups(), sizes.microbatches)
     if sizes.tensor > 1:
         layers = parallelize(layers, mesh.tensor, sizes.sequence_parallel)
-    context = ContextAxis(model, mesh.context, sizes, length) if sizes.context > 1 else None
+    context = None
+    if sizes.context > 1:  # after the tensor axis, which puts other attention layers in
+        context = ContextAxis(gpt, mesh.context, sizes, length)
     example = example if context is None else context.own(example)
     if sizes.recompute and sizes.pipeline == 1:
         recompute_blocks(model)  # the stages of a pipeline compute theirs again on their own

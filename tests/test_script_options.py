@@ -369,8 +369,13 @@ def test_a_pipelines_trace_is_compared_with_the_simulation_the_formula_and_all_s
     tmp_path: Path, capsys
 ):
     options = ("--trace", str(tmp_path), "--metronome", "2ms")
-    work = lambda cluster: pipeline(cluster, "interleaved", *options).get("compared_by")  # noqa: E731
-    command = run_ranks(work, 2)[0]
+
+    def work(cluster: Cluster) -> dict[str, str] | None:
+        with mock.patch("training.report.print_report") as printed:
+            pipeline(cluster, "interleaved", *options)
+        return printed.call_args.kwargs["rows"]
+
+    command = run_ranks(work, 2)[0]["compare by"]
     capsys.readouterr()
     [picture], [trace] = (tmp_path.glob(f"pipeline_interleaved_*{end}") for end in (".png", ".json"))
     assert picture.read_bytes().startswith(b"\x89PNG")
