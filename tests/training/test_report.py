@@ -41,12 +41,13 @@ def test_json_is_one_line_on_stdout_and_a_report_has_all_rows_only_if_it_is_verb
     figures |= {"bytes_sent": 70, "messages_sent": 2, "bytes_formula": 70, "messages_formula": 3}
     rank_0, rank_1 = (Cluster(i, 2, i, torch.device("cpu"), dist.HashStore()) for i in range(2))
     print_report(rank_1, figures)
-    print_report(rank_0, figures, as_json=True)
+    print_report(rank_0, figures, as_json=True, rows={"a lesson": "adds this"}, meaning="And this.")
     out, err = capfd.readouterr()
     assert out.count("\n") == 1 and json.loads(out) == figures
     text = " ".join(err.replace("│", "").split())  # rows that are longer than the screen go over two lines
     assert "70 and 2 in all, where the formula says 70 and 3" in text and "messages_formula" not in text
-    assert err.endswith("RUN_MODE=zero2 also divides the gradients.\n")
+    assert "a lesson adds this" in text
+    assert err.endswith("\nAnd this.\nmake run RUN_MODE=zero2 also divides the gradients.\n")
     print_report(rank_0, figures, verbose=True)
     assert "messages_formula" in capfd.readouterr().out
 
