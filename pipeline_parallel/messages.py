@@ -11,8 +11,8 @@ need no message. Three rules avoid a deadlock, in which ranks wait for each othe
     of each, the other rank makes the message.
   - The k-th receive from a rank meets its k-th send. So the receives from a rank are posted in the order of
     its sends, even if this rank needs the messages in another order.
-  - A send does not wait. Its memory is free once the message has arrived, and an answer proves that: when the
-    gradient of an activation comes back, the activation has been used.
+  - A send does not wait. Its memory is free once the message has arrived, and an answer proves that: what its
+    receiver has made afterwards, such as the gradient of an activation.
 """
 
 from collections import defaultdict, deque
@@ -73,3 +73,19 @@ def receives_before(table: Table, rank: int, ahead: int = 2) -> list[list[Messag
                 posted.append(queue.popleft())
         receives.append(posted)
     return receives
+
+
+def proven_by(table: Table, rank: int) -> dict[Message, list[Message]]:
+    """Return for each message that arrives which of the rank's own messages must have been used before it."""
+    rank_of = placement(table)
+    last_stage = max(rank_of)
+    proven: dict[Message, list[Message]] = {}
+    for peer, row in enumerate(table):
+        used: list[Message] = []
+        for action in row if peer != rank else []:
+            needed, made = received_by(action, last_stage), sent_by(action, last_stage)
+            if needed is not None and rank_of[needed.stage] == rank:
+                used.append(needed)
+            if made is not None and rank_of[made.receiver] == rank:
+                proven[made], used = used, []
+    return proven

@@ -53,7 +53,7 @@ from pipeline_parallel.actions import (
     placement,
 )
 from pipeline_parallel.deferred import Deferring, compute_gradients
-from pipeline_parallel.messages import Message, received_by, receives_before, sent_by
+from pipeline_parallel.messages import Message, proven_by, received_by, receives_before, sent_by
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.stage import Balance, LossOf, balanced_stages
 from training.clipping import clip_grad_norm_
@@ -90,6 +90,7 @@ class Pipeline(OwnStages):
         super().__init__(stages, microbatches, loss_of, example, rank_of, group, recompute, tick)
         self.table = table
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)
+        self.proven = proven_by(table, self.rank)
         self.split = {action[1:] for action in self.row if action.kind == INPUT_GRADIENT}
         for stage in self.stages.values():
             stage.deferring = Deferring
@@ -185,10 +186,8 @@ class Pipeline(OwnStages):
         buffer, transfer = self.arriving.pop(message)
         with span("wait", "wait"):
             transfer.wait()
-        # The gradient proves that our activation has arrived: its memory may be freed.
-        answered = Message(FORWARD, message.microbatch, message.receiver)
-        if message.kind == INPUT_GRADIENT and answered in self.leaving:
-            self.leaving.pop(answered).wait()
+        for arrived in self.proven[message]:  # so their memory may be freed
+            self.leaving.pop(arrived).wait()
         return buffer
 
     def hand_over(self, message: Message | None, made: Tensor) -> None:

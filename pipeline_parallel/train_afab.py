@@ -74,6 +74,8 @@ class AllForwardAllBackward(OwnStages):
             self.leaving.pop(i).wait()  # the activation has arrived, because its gradient is here
         made.backward(gradient)
         if rank > 0:
+            if i > 0:
+                self.leaving.pop(i - 1).wait()  # the gradient before, so that only one is kept
             self.leaving[i] = isend(given.grad, rank - 1, self.down)
 
     def end_step(self) -> Tensor | None:

@@ -5,14 +5,17 @@ sent with the formula.
 """
 
 import gc
+import sys
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from comm.point_to_point import isend
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -189,6 +192,40 @@ def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
         assert held == most, f"rank {cluster.rank} held {held:.2f} microbatches, and not {most}"
 
     run_ranks(work, 2, timeout=20)
+
+
+def most_on_their_way(cluster: Cluster, name: str, microbatches: int, by_hand: type[OwnStages] | None) -> int:
+    """Return how many tensors that the rank has sent are in memory at most, in a step."""
+    x, y = vectors(microbatches)
+    sent: list[StorageWeakRef] = []
+    most = 0
+
+    def counted(tensor: Tensor, *where: Any) -> Any:
+        nonlocal most
+        sent.append(StorageWeakRef(tensor.untyped_storage()))
+        most = max(most, sum(not one.expired() for one in sent))
+        return isend(tensor, *where)
+
+    if by_hand is None:
+        pipeline: Any = Pipeline(mlp(4), table_of(name, cluster.world_size, microbatches), loss_of, x[:1])
+    else:
+        pipeline = by_hand(balanced_stages(mlp(4), cluster.world_size), microbatches, loss_of, x[:1])
+    with mock.patch.object(sys.modules[type(pipeline).step.__module__], "isend", counted, create=True):
+        with mock.patch("pipeline_parallel.train_afab.isend", counted):
+            pipeline.step(x, y)
+    return most
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_tensor_that_was_sent_is_kept_until_it_has_arrived_and_not_until_the_end_of_the_step(n: int):
+    def work(cluster: Cluster) -> None:
+        for name, by_hand in (("1f1b", None), ("1f1b", BY_HAND["1f1b"]), ("zb_h1", None)):
+            kept = [most_on_their_way(cluster, name, m, by_hand) for m in (8, 24)]
+            assert kept[0] == kept[1], (
+                f"rank {cluster.rank}, {name}: {kept[0]}, and with more microbatches {kept[1]}"
+            )
+
+    run_ranks(work, n, timeout=30)
 
 
 def test_when_weight_gradients_are_computed_nothing_they_needed_is_left():
