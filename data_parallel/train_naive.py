@@ -4,12 +4,13 @@
       rank 1   slice 1 ─► forward ─► backward ─► gradient ─┼─ all-reduce ──┼─► step     the same step
       rank 2   slice 2 ─► forward ─► backward ─► gradient ─┘     mean      └─► step
 
-Three things make it equal to one process with the full batch: all ranks start from rank 0's weights, the
-slices are equal in size and together are the batch, and each gradient is the *mean* over ranks. So every
-rank takes the same step, and the replicas stay equal bit for bit. Weights are sent once, at the start.
+Three things make it equal to one process with the full batch, up to rounding: all ranks start from rank 0's
+weights, the slices are equal in size and together are the batch, and each gradient is the *mean* over ranks.
+So every rank takes the same step, and the replicas stay equal bit for bit. Weights are sent once, at the
+start. (A layer that looks at the whole batch, such as BatchNorm, sees the rank's slice only.)
 
-It is naive because communication starts when all computing is done, with a message for each parameter. For n
-ranks in a ring, with a latency of alpha seconds and beta seconds per byte (comm/cost.py):
+It is naive because communication starts when all computing is done, with an all-reduce for each parameter.
+For n ranks in a ring, with a latency of alpha seconds and beta seconds per byte (comm/cost.py):
 
       time for the gradients of a step = sum over parameters of 2 (n-1) (alpha + (bytes/n) beta)
 
@@ -39,8 +40,8 @@ class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
-    With several microbatches, divide each one's sum of losses by the valid targets of the global batch / n
-    (training/valid_targets.py).
+    With n ranks and V valid targets in the global batch, divide each sum of losses, also that of a
+    microbatch, by V / n, the `num_targets` of a step (training/valid_targets.py).
 
     Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
     at wrapping, and are not sent again (DDP sends rank 0's before every forward). All ranks must have the
@@ -65,7 +66,7 @@ class NaiveDataParallel(nn.Module):
             all_reduce(parameter.grad, "mean", self.group)
 
     def traffic(self) -> Traffic:
-        """Return what a rank sends in a step: for each parameter 2 (n-1) messages, 2 (n-1)/n of its bytes."""
+        """Return what a rank sends in a step; in a ring 2 (n-1) messages for each parameter."""
         sent = (expected_traffic("all_reduce", None, p.numel(), p.itemsize, self.group) for p in self.trained)
         return sum(sent, Traffic())
 

@@ -4,18 +4,19 @@
                ├── rank 1: H steps of AdamW ──► change ──┼── mean ──► outer step ──► the new anchor, on all
                └── rank 2: H steps of AdamW ──► change ──┘
 
-The *anchor* is where all ranks began: the parameters after the last outer step. The change of a rank,
+The *anchor* is where all ranks began this round: the parameters after the last outer step. A rank's change,
 anchor - parameters, plays the part of a gradient. Its mean over the ranks goes into an outer optimizer, SGD
 with Nesterov momentum, which has the same state on all ranks:
 
       momentum = mu momentum + change
       anchor   = anchor - outer_lr (change + mu momentum)          with the new momentum
 
-With an outer rate of 1 and no momentum the new anchor is the mean of the parameters: local SGD
-(train_local_sgd.py). The state of a rank's own optimizer stays on the rank and is never sent.
+With outer_lr 1 and no momentum the new anchor is the mean of the parameters: local SGD (train_local_sgd.py).
+The state of a rank's own optimizer is never sent. The result is not that of one process with the global batch
+(but for H = 1, SGD without momentum, and outer_lr 1).
 
-      bytes of a step     2 (n-1)/n P / H        as local SGD; P: bytes of all parameters, n ranks in a ring
-      memory of a rank    2 P more: the anchor and its momentum
+      bytes of a step     2 (n-1)/n P / H on average; P: bytes of the trained parameters, n ranks in a ring
+      memory of a rank    2 P more: the anchor and its momentum; and 2 P for a moment in an outer step
 
 train_diloco.py sends the change in fragments, while the training goes on, and in 8 or 16 bits.
 
@@ -48,7 +49,7 @@ class DiLoCo(nn.Module):
     """Wraps a module that every rank of `group` trains alone, and moves it by outer steps.
 
     Call `outer_step()` after every H-th step of the rank's own optimizer. Tied, frozen and unused parameters
-    are supported, as in LocalSGD. Buffers become rank 0's at wrapping, and are not sent again.
+    are supported. Buffers become rank 0's at wrapping, and are not sent again.
     """
 
     def __init__(
@@ -70,11 +71,12 @@ class DiLoCo(nn.Module):
         return torch.cat([parameter.detach().flatten() for parameter in self.trained])
 
     def outer_step(self) -> None:
-        """Let the outer optimizer take a step with the ranks' mean change, and go on from where it leads."""
-        change = self.anchor - self.flat()
+        """Step the outer optimizer with the ranks' mean change, and copy the anchor into the parameters."""
+        change = self.anchor - self.flat()  # not the reverse: an optimizer subtracts
         all_reduce(change, "mean", self.group)
         self.anchor.grad = change
         self.outer.step()
+        self.anchor.grad = None
         values = self.anchor.split([parameter.numel() for parameter in self.trained])
         for parameter, its_values in zip(self.trained, values, strict=True):
             parameter.data.copy_(its_values.view_as(parameter))
@@ -93,7 +95,7 @@ class DiLoCoArgs(LocalArgs):
     sync_every: int = 32
     """Number H of steps between two outer steps."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer, a number: 1, without momentum, is local SGD."""
+    """Learning rate of the outer optimizer. 1 without momentum gives local SGD."""
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 

@@ -8,17 +8,18 @@ Rank r of p ranks begins with p-1-r forwards, one for each rank after it (warmup
 and one backward in turn (steady state), and at the end the backwards that are left (cooldown). On rank 0
 above, the warmup is F0 F1, the steady state is F2 B0 F3 B1, and the cooldown is B2 B3.
 
-In GPipe all backwards come after all forwards. Here a backward comes as soon as its gradient can have come
-back, and it frees the activations of its microbatch before the next forward makes new ones:
+In GPipe all backwards come after all forwards. Here a backward comes as soon as its gradient can be here, and
+it frees the activations of its microbatch before the next forward makes new ones:
 
       bubble        (p-1) / (m + p-1)      of the time, with m microbatches: as in GPipe
-      activations   p - rank microbatches at most, where GPipe holds m
+      activations   p-r microbatches at most, where GPipe holds m
       traffic       that of GPipe
 
-So m can grow until the bubble is small: with microbatches of equal size, the memory does not grow with m.
+So with more microbatches of the same size, a larger batch, the bubble shrinks and the memory stays. There is
+no deadlock: a send does not block, and what a rank waits for never needs what that rank does later.
 
-Only the order differs from GPipe: train_afab.py has the forward and the backward of a microbatch. The next
-lesson, train_1f1b.py, runs the same order from a table, and so any other order, too.
+Only the order differs from GPipe, which has `forward_of` and `backward_of` (train_afab.py). The next lesson,
+train_1f1b.py, runs the same order from a table, and so any other order, too.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
 https://arxiv.org/abs/2006.09503.

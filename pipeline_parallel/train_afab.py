@@ -5,16 +5,16 @@
       rank 2   .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .       .: idle for the time of a forward
 
 With p ranks and m microbatches, where a forward takes f and a backward b, a step takes (m + p-1) (f + b),
-and each rank is idle for (p-1) (f + b) of it. Naive model parallelism, with one microbatch at a time, takes
-m p (f + b).
+and each rank is idle for (p-1) (f + b) of it, if all stages take equally long and messages no time. Naive
+model parallelism, with one microbatch at a time, takes m p (f + b).
 
       bubble        (p-1) / (m + p-1): the idle share of a step; the more microbatches, the smaller
       activations   all m microbatches: each forward is done before the first backward (naive: 1 microbatch)
-      traffic       m activations to the next rank, m gradients to the one before
+      traffic       m activations to the next rank, m gradients to the one before, each of a microbatch
 
-A loss is multiplied by its microbatch's share of the targets, 1/m, and gradients add up over microbatches, so
-a step is that of one process. `AllForwardAllBackward` is all of it, written by hand. stage.py cuts the
-model; own_stages.py has what any pipeline needs around a step: shapes, tied weights, evaluation, the state.
+A loss is multiplied by its microbatch's share of the valid targets (1/m, if none is ignored), and gradients
+add up over microbatches, so a step is that of one process. `AllForwardAllBackward` has all actions of a rank.
+stage.py cuts the model; own_stages.py has what any pipeline needs: shapes, tied weights, evaluation, state.
 Source: Huang et al., "GPipe", 2019, https://arxiv.org/abs/1811.06965.
 """
 
@@ -48,14 +48,14 @@ class AllForwardAllBackward(OwnStages):
         super().begin_step(x, y, num_targets)
         # For each microbatch the stage's input, and its output, whose graph holds the activations.
         self.kept: dict[int, tuple] = {}
-        self.leaving: dict[int, AnyTransfer] = {}
+        self.leaving: dict[int, AnyTransfer] = {}  # what is being sent: activations, then gradients
 
     def forward_of(self, i: int) -> None:
         """Receive the activation of microbatch i, compute the stage, and send the result on."""
         rank, stage, given = self.rank, self.stages[str(self.rank)], self.xs[i]
         if rank > 0:
             given = self.buffer_for(rank)
-            recv(given, rank - 1, self.up)
+            recv(given, rank - 1, self.up)  # `up`, `down`: the groups of messages in each direction
             given.requires_grad_()  # its gradient will be sent to the rank before
         if rank == self.last:
             made = stage(given, self.ys[i]) * self.shares[i]  # its share of the loss
@@ -71,7 +71,7 @@ class AllForwardAllBackward(OwnStages):
         if rank < self.last:  # on the last rank `made` is the loss, and `backward(None)` starts there
             gradient = self.buffer_for(rank + 1)
             recv(gradient, rank + 1, self.down)
-            self.leaving.pop(i).wait()  # the activation has arrived, because its gradient is here
+            self.leaving.pop(i).wait()  # returns at once: its gradient is here, so it has arrived
         made.backward(gradient)
         if rank > 0:
             if i > 0:
