@@ -21,7 +21,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,9 @@ class Guard:
         self._wrapper, shards = weakref.ref(wrapper), getattr(wrapper, "parameter_shards", ())
         divided = getattr(wrapper, "divided", [])
         self._shards = [*divided, *(shard.tensor for shard in shards)]
-        module = getattr(wrapper, "module", None) or nn.ParameterList(shard.parameter for shard in shards)
+        module = getattr(wrapper, "module", None)
+        if module is None:
+            module = nn.ParameterList(shard.parameter for shard in shards)
         refuse_layers(module)
         self._module, self._kept = module, list(module.parameters())  # kept, so that no id() is used twice
         self._wrapped = parameters_of(module)
@@ -112,6 +114,11 @@ class Guard:
         self._has_local_gradients = False  # those of all microbatches but the last
         self._accepted = weakref.WeakSet[Optimizer]()
         self._sends_in_the_backward = hasattr(wrapper, "require_backward_grad_sync")
+        if shards:
+            _refuse_calls(wrapper)
+        if hasattr(wrapper, "compute_dtype"):
+            refuse_what_shards_cannot(wrapper)
+            wrapper.register_forward_pre_hook(lambda wrapper, _: refuse_what_shards_cannot(wrapper))
         if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
             wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
             wrapper.register_forward_hook(_mark_output)
@@ -173,6 +180,10 @@ class Guard:
     def before_finish(self) -> None:
         """Raise WorkbookError if a parameter was frozen or replaced: an optimizer sees no forward."""
         self.refuse_changes(self._module)
+        # Autograd computes no gradient of ZeRO's shards.
+        shards = [shard.tensor for shard in getattr(self._wrapper(), "parameter_shards", ())]
+        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in shards):
+            raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
 
     def after_finish(self) -> None:
         """Note that the gradients are the mean over ranks; those of shards are marked as such."""
@@ -212,6 +223,33 @@ def _observe_calls(
         return result
 
     setattr(wrapper, name, observed)
+
+
+def _refuse_calls(wrapper: Any) -> None:
+    """Refuse what torch's methods would do with the rank's shards only."""
+    refused = {
+        "state_dict": "A rank has shards of the parameters only: call full_state_dict() on all ranks.",
+        "__deepcopy__": "Shards cannot be copied with their hooks: copy the full_state_dict() of all ranks.",
+    }
+    if isinstance(wrapper, Optimizer):
+        refused = {
+            "state_dict": "A rank has the optimizer's state of its own shards only: save `shards(model)`.",
+            "add_param_group": "ZeRO has divided the parameters already: give it all of them at once.",
+        }
+
+    def refuse(sentence: str, *_: Any, **__: Any) -> NoReturn:
+        raise WorkbookError(sentence)
+
+    for name, sentence in refused.items():
+        setattr(wrapper, name, functools.partial(refuse, sentence))
+
+
+def refuse_what_shards_cannot(wrapper: Any) -> None:
+    """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
+    if wrapper.compute_dtype is not None and any(b.is_floating_point() for b in wrapper.module.buffers()):
+        raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
+    if any(part._compiled_call_impl is not None for part in wrapper.modules()):
+        raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
 
 
 def parameters_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:

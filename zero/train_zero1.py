@@ -31,7 +31,7 @@ https://arxiv.org/abs/1910.02054.
 import dataclasses
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,14 +110,6 @@ class ShardOptimizer(Optimizer):
     def shards(self, model: nn.Module) -> list[StateShard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
         return checkpointed(model, self.parameter_shards, self)
-
-    def state_dict(self) -> NoReturn:
-        raise WorkbookError("A rank has the optimizer's state of its own shards only: save `shards(model)`.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "parameter_shards"):  # set once torch's constructor has added its groups
-            raise WorkbookError("ZeRO has divided the parameters already: give it all of them at once.")
-        super().add_param_group(param_group)
 
 
 @guarded

@@ -5,18 +5,19 @@
 
       backward   compute                | last   | block 2 | block 1 | block 0 | first  |
                  all-gather             |        | 1       | 0       |         |        |
-                 reduce-scatter         |        |         | 2       | 1       | 0      | root
+                 reduce-scatter         |        |         | 2       | 1       |        | 0, root
 
 Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
 example) are needed only while the block computes, twice in a step. In between they are freed. While one
 block computes, the next one is gathered (prefetched): in the forward the one registered after it, in the
 backward the one before it.
 
-The root has the parameters of no block or of several: embeddings (first in the picture), the last norm and
-the head (last). It stays full from the start of the forward to the end of the backward, which begins and
-ends with it. The last block stays full between forward and backward too, because the backward starts there.
+The root has the parameters that belong to no block, or to several: embeddings (first in the picture), the
+last norm and the head (last). It stays full from the start of the forward to the end of the backward, because
+both need it at both ends. The last block stays full in between, too: the backward starts there.
 
-      memory of a rank    (P + G + O)/n, and for a time full parameters and gradients of root and two blocks
+      memory of a rank    (P + G + O)/n, and for a time full parameters of root and two blocks, and gradients
+                          of root and three
       bytes sent          (n-1)/n (3 P - root - last block) for each backward: two gathers, one reduce-scatter
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
@@ -27,8 +28,9 @@ own, and they add up in the shards.
 A block's parameters are one flat tensor, a `Unit`, that is gathered, freed and reduce-scattered as a whole.
 `full` keeps one storage, which is resized to 0 bytes and back. Tensors that autograd has saved point into
 this storage, so they are right again after the next gather. The hooks of `FullyShardedDataParallel` decide
-when. A block's gradients are sent when the backward reaches the block before it. This moment is the same on
-all ranks, also where a rank does not use all parameters. Parts: shards.py, the layout; memory.py, the report.
+when. A block's gradients are sent when the backward reaches the block before it; those of the first one and
+of the root when it has ended. These moments are the same on all ranks, also where a rank does not use all
+parameters. Parts: shards.py, the layout; memory.py, the report.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
@@ -39,11 +41,12 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -66,6 +69,15 @@ from zero.memory import owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
+
+
+def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Count a step as a change of what it has updated: fused optimizers do not."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
+
+
+register_optimizer_step_post_hook(count_step)
 
 
 class Unit:
@@ -102,7 +114,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Return whether the shard has changed since the last gather."""
-        return self._gathered_version != self.shard._version  # where torch counts in-place changes
+        return self._gathered_version != self.shard._version  # where torch counts changes; see `count_step`
 
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that has been done."""
@@ -165,21 +177,8 @@ class ShardedModule(nn.Module):
     units: list[Unit]
     parameter_shards: list[ParameterShard]  # of all units
 
-    def refuse_unsupported(self) -> None:
-        """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
-        if self.compute_dtype is not None and any(b.is_floating_point() for b in self.module.buffers()):
-            raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
-        if any(part._compiled_call_impl is not None for part in self.modules()):
-            raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
-
-    def refuse_hooks(self) -> None:
-        """Raise WorkbookError if a shard has a hook, as autograd never computes a shard's gradient."""
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters()):
-            raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
-
     def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
-        self.refuse_unsupported()  # what was compiled, or has got a buffer, since the wrapping
         if self.compute_dtype is None:
             return self.module(*inputs, **options)
         inputs, options = tree_map_only(Tensor, partial(cast, dtype=self.compute_dtype), (inputs, options))
@@ -234,18 +233,11 @@ class ShardedModule(nn.Module):
         """Give the module its full parameters, in the dtype in which it computes, for the `with` block."""
         for unit in self.units:
             unit.gather()
-        yield self.module
-        for unit in self.units:
-            unit.free()
-
-    def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the module's parameters are freed."""
-        raise WorkbookError("A rank has shards of the parameters only: call full_state_dict() on all ranks.")
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise WorkbookError(
-            "Shards cannot be copied with their hooks: copy the full_state_dict() of all ranks."
-        )
+        try:
+            yield self.module
+        finally:
+            for unit in self.units:
+                unit.free()
 
     def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
@@ -257,7 +249,7 @@ class ShardedModule(nn.Module):
 
 @guarded
 class FullyShardedDataParallel(ShardedModule):
-    """Wraps a module. Its `parameters()` are what this rank's shards have of each parameter.
+    """Wraps a module. Its `parameters()` are this rank's shards, one of each parameter.
 
     Give them to any optimizer that updates each number on its own, such as SGD or Adam. `blocks` are
     gathered and freed one by one; by default they are the members of each ModuleList and Sequential. All
@@ -280,7 +272,6 @@ class FullyShardedDataParallel(ShardedModule):
         super().__init__()
         self.module, self.group, self.compute_dtype = module, group, compute_dtype
         self.reshards = reshard_after_forward
-        self.refuse_unsupported()
         for buffer in module.buffers():
             broadcast(buffer, root=0, group=group)
         modules = blocks_of(module) if blocks is None else blocks
@@ -314,7 +305,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _after_forward(self, i: int, _: nn.Module, inputs: Any, output: Any) -> None:
         """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
-        # A tensor that is passed on unchanged has the hook of the block that made it; one more would send
+        # If a block returns its input, the tensor has a hook of the block that made it. One more would send
         # that block's gradients too early.
         passed_on, tensors = tree_leaves(inputs), tree_leaves(output)
         for tensor in (leaf for leaf in tensors if isinstance(leaf, Tensor)):
@@ -333,7 +324,8 @@ class FullyShardedDataParallel(ShardedModule):
             raise WorkbookError("A backward came after finish_gradient_sync(), without a forward before it.")
         if any(unit.is_stale for unit in self.blocks[i]):
             raise WorkbookError("The optimizer has stepped between a forward and its backward.")
-        self._has_backward, done = True, []
+        self._has_backward = True
+        done: list[Unit] = []
         # Once per block: each of its outputs has this hook. The root is sent at the end.
         if i > 0 and self._current is not self.blocks[i]:
             done, self._current = self._current, self.blocks[i]
@@ -363,7 +355,6 @@ class FullyShardedDataParallel(ShardedModule):
         """Free all parameters, and average the gradients that are left of a backward, if there was one."""
         if not self._has_backward:
             return
-        self.refuse_hooks()
         for unit in self.units:
             unit.free()
         self._reduce(self._current)

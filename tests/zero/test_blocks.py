@@ -30,6 +30,31 @@ from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
 
 
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+def test_a_forward_after_a_step_uses_the_new_parameters_also_if_no_backward_came_before(how: dict[str, bool]):
+    """A fused optimizer does not count its changes, so the root and the last block looked up to date."""
+
+    def work(cluster: Cluster) -> None:
+        plain, x = Blocks().double(), torch.ones(2, 8, dtype=torch.float64)
+        model = FullyShardedDataParallel(Blocks().double())
+        model.load_full_state_dict(plain.state_dict())
+        both = [(plain, torch.optim.AdamW(plain.parameters(), lr=0.1, **how))]
+        both.append((model, torch.optim.AdamW(model.parameters(), lr=0.1, **how)))
+        for one, optimizer in both:
+            one(x).square().sum().backward()
+            if one is model:
+                model.finish_gradient_sync()
+            one(x)  # keeps the root and the last block full
+            optimizer.step()
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=0)
+        loss = model(x).sum()
+        both[1][1].step()
+        with pytest.raises(WorkbookError, match="stepped between a forward and its backward"):
+            loss.backward()
+
+    run_ranks(work, 2)
+
+
 def test_the_next_block_is_gathered_while_one_computes():
     def work(cluster: Cluster) -> None:
         model = FullyShardedDataParallel(Blocks())

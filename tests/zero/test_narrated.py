@@ -167,3 +167,19 @@ def test_zero3_equals_one_process():
 
     # 66 numbers are trained, and every one of them is kept on one rank.
     assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
+
+
+def test_zero1_in_three_phases_reduces_a_gradient_once_and_adds_one_that_comes_later():
+    def work(cluster: Cluster) -> None:
+        one = OneProcess(cluster.rank)
+        zero = TextbookZeroOptimizer(one.of_a_rank.parameters(), SGD, lr=0.1)
+        one.backward()
+        for _ in range(2):
+            mean_square(one.of_a_rank(one.my_x), one.my_y).backward()
+            zero.finish_gradient_sync()
+            zero.finish_gradient_sync()  # there is nothing new to reduce
+        for parameter in one.model.parameters():
+            parameter.grad *= 2
+        one.compare_gradients(zero.parameter_shards)
+
+    run_ranks(work, 3)
