@@ -95,6 +95,8 @@ class ContextParallel(nn.Module):
 
     may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
 
+    module: Any  # a GPT, or a wrapper that has one as `plain`
+
     def __init__(
         self,
         module: nn.Module,
@@ -193,8 +195,8 @@ class ContextParallel(nn.Module):
         total = average_traffic(self.module.parameters(), self.group)
         for attention in (block.attention for block in self.plain.blocks):
             width = attention.head_width
-            heads = [len(projection.weight) // width for projection in (attention.q_proj, attention.k_proj)]
-            total += sum(layer(self.sequence, shape[0] * width, *heads, itemsize), Traffic())
+            heads, kv_heads = (len(one.weight) // width for one in (attention.q_proj, attention.k_proj))
+            total += sum(layer(self.sequence, shape[0] * width, heads, kv_heads, itemsize), Traffic())
         return total
 
 

@@ -13,7 +13,8 @@ queries have met all keys. The results are joined with the help of their log-sum
 
 The backward sends keys and values round again. The gradient of a rank's keys has a term from each rank's
 queries. A rank keeps its own term. The terms of the other ranks are summed in a second message, which
-follows the keys one step later. Each rank adds its own term to the sum, which is home after n-1 messages:
+follows the keys one step later: it starts at the right neighbour, each rank adds its term, and after n-1
+messages it is home. The steps of a rank (with two ranks, step 1 is the last one):
 
       step 0          send k and v    compute own terms
       step 1          send k and v    compute terms                                      send them
@@ -21,14 +22,16 @@ follows the keys one step later. Each rank adds its own term to the sum, which i
       step n-1                        compute terms, wait for the left neighbour's, add  send the sum
       at the end                      wait for the left neighbour's, add own terms
 
+      memory of a rank in a layer           its q, k, v, result and log-sum-exp; for a time two blocks of k
+                                            and v, and in the backward two of their gradients, too
       messages of a rank in a layer         n-1 forward, 2 (n-1) backward
       their bytes                           3 (n-1) times the bytes of one rank's k and v
       time of a step of the forward         max(attention to one block, message of one block)
 
 A rank waits for its left neighbour, which waits for its own, so the rank that computes longest delays all.
 Under a causal mask that depends on who has which tokens: see sequence_cut.py, and compare --cut contiguous
-with zigzag. All ranks have equal parameters but different tokens, so gradients are averaged after the
-backward.
+with zigzag. All ranks have equal parameters but different tokens, so gradients of parameters are averaged
+after the backward, in one all-reduce.
 
 The parts of the technique: block_attention.py attends to some keys and joins results, sequence_cut.py says
 who has which tokens, parallel_model.py wraps a GPT, cost.py has the formulas, and clock.py takes the place of
@@ -105,7 +108,7 @@ class RingAttention(torch.autograd.Function):
         sequence: SharedSequence = ctx.sequence
         dq, in_flight = torch.zeros_like(q, dtype=lse.dtype), None
         for source, kv in visits(torch.stack([k, v]), sequence):
-            dkv = torch.zeros_like(kv)
+            dkv = torch.zeros_like(kv)  # in the dtype in which it travels
             for part in sequence.parts(source):
                 rows, keys = part.queries, part.keys
                 dy_own, q_own, y_own, lse_own = (each[:, :, rows] for each in (dy, q, y, lse))
@@ -116,13 +119,14 @@ class RingAttention(torch.autograd.Function):
                 dq[:, :, rows] += dq_term
                 dkv[0][:, :, keys] += dk_term
                 dkv[1][:, :, keys] += dv_term
-            if source == sequence.rank:
+            if source == sequence.rank:  # in step 0
                 own_dkv = dkv  # it waits here for the terms of the other ranks
             else:
                 if in_flight is not None:
                     dkv += in_flight.wait()  # the terms of the ranks where these keys have been before
-                # The right neighbour has these keys next, or in the last step they are its own. The left one
-                # sends the terms of the keys that it has in this step, which are those of source - 1.
+                # To the right neighbour, which has these keys next (in the last step they are its own). The
+                # left one sends the terms of the keys that it has now, those of source - 1, modulo n. All
+                # ranks start this message after that of the keys, so the two are not confused.
                 in_flight = InFlightShift(dkv, sequence.block_like(kv, source - 1), sequence.group)
         if in_flight is not None:
             own_dkv += in_flight.wait()

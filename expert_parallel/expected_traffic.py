@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from comm.collectives import Group
 from comm.cost import expected_traffic, pairwise_traffic
@@ -52,7 +52,7 @@ def layer_traffic(sent_rE: Tensor, width: int, itemsize: int, groups: ExpertGrou
     return counts_traffic(sent_rE, groups) + once + once
 
 
-def router_figures(model: nn.Module) -> dict[str, Any]:
+def router_figures(model: Any) -> dict[str, Any]:
     """Return what the routers of all ranks have decided in the last step; the bytes are this rank's."""
     chosen_bE = torch.stack([layer.chosen_rE.sum(0) for layer in model.layers])
     sent_bE = torch.stack([layer.sent_rE.sum(0) for layer in model.layers])
@@ -60,10 +60,17 @@ def router_figures(model: nn.Module) -> dict[str, Any]:
     rank, tokens = model.groups.rank, 0  # to other ranks, and from them to be sent back
     for between in (tokens_between(layer.sent_rE, model.groups) for layer in model.layers):
         tokens += int(between[rank].sum() + between[:, rank].sum() - 2 * between[rank, rank])
+    dropped = int((chosen_bE - sent_bE).sum())
     return {
+        "rows": {"experts": experts_row(float(imbalance.max()), dropped)},
         "least_balanced_block": int(imbalance.argmax()),
         "tokens_per_expert": chosen_bE[imbalance.argmax()].tolist(),
         "imbalance": round(float(imbalance.max()), 3),
-        "dropped_tokens": int((chosen_bE - sent_bE).sum()),
+        "dropped_tokens": dropped,
         "dispatch_bytes": 2 * tokens * model.module.config.width * model.dense[0].element_size(),
     }
+
+
+def experts_row(imbalance: float, dropped: int) -> str:
+    """Return the row of a report that says how busy experts were."""
+    return f"the busiest one got {imbalance:.2f} times its share; {dropped:,} tokens were dropped"

@@ -8,19 +8,20 @@ The MLP of a block becomes E experts, which are MLPs of the same size, and a rou
 of them. So the MLPs have E times the parameters, and a token costs k times the multiplications. Every rank
 has its slice of the batch and a copy of everything but the experts, as in data parallelism. Dispatch is an
 all-to-all in which a rank sends every other rank the tokens for its experts, and combine is the same in
-reverse. In the backward the gradients go the same ways back. For n ranks that hold E experts, and a rank with
-t tokens of d numbers:
+reverse. In the backward the gradients go the same ways back. For n ranks that hold E experts, one copy of
+each, and a rank with t tokens of d numbers:
 
       sent by a rank for a layer    4 (n-1)/n t k d numbers, if all experts are chosen equally
       data parallel would send      2 (n-1)/n E 8 d^2 numbers: the gradients of all experts (comm/cost.py)
 
 So expert parallelism sends less if t k < 4 E d, and a rank keeps an n-th of the experts. How many tokens an
 expert gets is not known in advance, and the slowest rank sets the time of all. So experts are balanced
-(balancing.py), and `--capacity` drops tokens that are too many for one expert: such a token keeps its other
-experts, and a token without any gets the output of the shared expert only (`--shared`), or nothing.
+(balancing.py), and `--capacity` drops assignments that are too many for one expert: their token keeps its
+other experts, and one without any gets the output of the shared expert only (`--shared`), or nothing.
 
-The gradients of other parameters are means over all ranks. An expert's is a sum over its expert group, so it
-is averaged over its replicas (config.py), and divided by the number of ranks of an expert group.
+The gradients of other parameters are means over all ranks. An expert's replicas (config.py) saw other tokens,
+so theirs are averaged, too; and each of these is a sum over the tokens of an expert group, so it is divided
+by the number of ranks of the group.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
 experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
@@ -76,6 +77,8 @@ class Router(nn.Module):
     The weights of a token are not divided by their sum: with k = 1 the weight would always be 1, and the
     router would get no gradient. The bias decides who is chosen (balancing.py), and not the weight.
     """
+
+    bias_E: Tensor
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -165,8 +168,8 @@ class MixtureOfExperts(nn.Module):
     def compute(self, arrived: Tensor, arriving_rL: list[list[int]]) -> Tensor:
         """Return what this rank's experts make of the tokens, in the order in which these have arrived.
 
-        They come from one rank after the other, and from each in the order of experts. An expert computes in
-        any case: without tokens its gradient is zero.
+        They come from one rank after the other, and from each in the order of experts: an expert has one part
+        from each rank. It computes in any case: without tokens its gradient is zero.
         """
         num_own = len(self.experts)
         parts = list(arrived.split([n for row in arriving_rL for n in row]))
@@ -190,10 +193,10 @@ class ExpertParallel(nn.Module):
     """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
 
     Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one
-    process with the global batch (with a capacity, of one that drops the same tokens). Every trained
+    process with the global batch (with a capacity, of one that drops the same assignments). Every trained
     parameter gets a gradient, which is zero for an expert without tokens. A penalty on weights belongs into
-    the optimizer (weight_decay): of one that is added to the loss, experts would get an n-th, for the n ranks
-    of an expert group.
+    the optimizer (weight_decay): in the loss it would reach experts n times too weak, with n ranks in an
+    expert group.
     """
 
     may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
@@ -332,10 +335,9 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer = run.optimizer(model)
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()
-        loss = balanced = loss_of(model(x), y, run.num_targets)
-        if args.balance == "aux":
-            balanced = loss + args.aux_weight * model.auxiliary_loss()
-        balanced.backward()
+        loss = loss_of(model(x), y, run.num_targets)
+        penalty = args.aux_weight * model.auxiliary_loss() if args.balance == "aux" else 0.0
+        (loss + penalty).backward()
         model.finish_gradient_sync()
         optimizer.step()
         if args.balance == "bias":

@@ -81,7 +81,8 @@ class HybridParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.stages, self.layers, self.plain = stages, stages.layers, stages.layers.plain
+        self.stages, self.layers = stages, stages.layers
+        self.plain: Any = stages.layers.plain
         self.pipeline = stages if isinstance(stages, PipelineStages) else None
         self.module: nn.Module = stages
         self.mesh, self.sizes, self.context = mesh, mesh.sizes, context
@@ -100,7 +101,9 @@ class HybridParallel(nn.Module):
         group, sizes = self.mesh.replicas, self.sizes
         if sizes.zero in (1, 2):
             sharded = ZeroOptimizer if sizes.zero == 1 else ZeroGradientOptimizer
-            self.optimizer = sharded(self.module.parameters(), optimizer_class, group, **options)
+            self.optimizer: torch.optim.Optimizer = sharded(
+                self.module.parameters(), optimizer_class, group, **options
+            )
             return self.optimizer
         data: Any = Alone()
         if sizes.zero == 3:
@@ -141,8 +144,11 @@ class HybridParallel(nn.Module):
             num_targets = own_targets
         x, y = self.own_tokens(x), self.own_tokens(y)
         with self.in_precision():
-            through = self._in_one_stage if self.pipeline is None else self._through_stages
-            loss = through(x, y, num_targets / self.sizes.context)
+            num_targets /= self.sizes.context
+            if self.pipeline is None:
+                loss = self._in_one_stage(x, y, num_targets)
+            else:
+                loss = self._through_stages(self.pipeline, x, y, num_targets)
         self.finish_gradient_sync()
         average_gradients(self.rounded, self.mesh.tensor)
         return loss
@@ -159,9 +165,9 @@ class HybridParallel(nn.Module):
             total += loss.detach()
         return total
 
-    def _through_stages(self, x: Tensor, y: Tensor, num_targets: float) -> Tensor:
+    def _through_stages(self, pipeline: PipelineStages, x: Tensor, y: Tensor, num_targets: float) -> Tensor:
         self.data.require_backward_grad_sync = False
-        loss = self.stages.step(x, y, num_targets)
+        loss = pipeline.step(x, y, num_targets)
         self.data.require_backward_grad_sync = True
         return torch.zeros((), dtype=torch.float64, device=x.device) if loss is None else loss.double()
 

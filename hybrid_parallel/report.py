@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from comm.exchange import exchange
+from expert_parallel.expected_traffic import experts_row
 from hybrid_parallel.expert_axis import layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.sizes import ParallelSizes
@@ -50,7 +51,20 @@ class AxesReport:
                 of_ranks = exchange((by_axis[axis].bytes_sent, by_axis[axis].messages_sent))
                 for what, numbers in zip(("bytes", "messages"), zip(*of_ranks, strict=True), strict=True):
                     rows[f"axis_{axis}_{what}_{how}"] = list(numbers)
-        return rows if hybrid.mesh.experts is None else rows | expert_figures(hybrid)
+        sent = {axis: rows[f"axis_{axis}_bytes_sent"][0] for axis in axes_of(hybrid.sizes)}
+        experts = {} if hybrid.mesh.experts is None else expert_figures(hybrid)
+        shown = {"axes": "rank 0 sent " + ", ".join(f"{a} {show_bytes(n)}" for a, n in sent.items())}
+        if "imbalance" in experts:
+            shown |= {"experts": experts_row(experts["imbalance"], int(experts["dropped_tokens"]))}
+        return rows | experts | {"rows": shown if sent else {}, "meaning": _busiest(sent)}
+
+
+def _busiest(sent: dict[str, int]) -> str | None:
+    if len(sent) < 2 or not (total := sum(sent.values())):
+        return None
+    most = max(sent, key=lambda axis: sent[axis])
+    share = f"{sent[most] / total:.0%} of what rank 0 sent"
+    return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
 
 
 def axes_of(sizes: ParallelSizes) -> list[str]:
@@ -100,7 +114,8 @@ def _formula(axis: str, hybrid: HybridParallel) -> str:
             3: "reduce-scatter of the gradients and 2 all-gathers of the parameters for each microbatch",
         }[sizes.zero]
     if axis == "pipeline":
-        tied = ", and the gradient of the tied embedding" if hybrid.pipeline.ties else ""
+        has_ties = hybrid.pipeline is not None and hybrid.pipeline.ties
+        tied = ", and the gradient of the tied embedding" if has_ties else ""
         return f"an activation and a gradient for each microbatch, over each boundary{tied}"
     if axis == "context":
         how = "round a ring" if sizes.attention == "ring" else "in all-to-alls"

@@ -19,7 +19,7 @@ Dropout masks must be equal where all ranks compute the same, and different wher
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,15 +83,17 @@ class TensorParallel(nn.Module):
     `with_own_tokens_only` lists.
     """
 
+    module: Any  # a GPT or an MLP, or a wrapper that has one as `plain`
+
     def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool, overlap: bool) -> None:
         super().__init__()
         self.module, self.group = module, group
         plain = self.plain
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
         options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
-        self.embedding = partial(VocabParallelEmbedding, **options)
-        self.column = partial(ColumnParallelLinear, overlap=overlap, **options)
-        self.row = partial(RowParallelLinear, **options)
+        self.embedding: Callable[..., Any] = partial(VocabParallelEmbedding, **options)
+        self.column: Callable[..., Any] = partial(ColumnParallelLinear, overlap=overlap, **options)
+        self.row: Callable[..., Any] = partial(RowParallelLinear, **options)
         self.randomness = RankRandomness(group, next(module.parameters()).device)
         if isinstance(plain, GPT):
             self._divide_gpt(plain)
@@ -254,7 +256,8 @@ class ParallelAttention(Attention):
         self._randomness = parallel.randomness
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        q, k, v = column_parallel(x_btd, [self.q_proj, self.k_proj, self.v_proj])
+        projections: list[Any] = [self.q_proj, self.k_proj, self.v_proj]
+        q, k, v = column_parallel(x_btd, projections)
         # Each rank has heads of its own, so each draws its own dropout mask.
         with self._randomness.used(x_btd.device, self.dropout if self.training else 0.0):
             y_btd = self.attend(q, k, v)
@@ -265,7 +268,7 @@ class PositionsOfOwnTokens(nn.Embedding):
     """A position embedding that looks up this rank's shard of the positions; padding gets the last one."""
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
-        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        super().__init__(plain.num_embeddings, plain.embedding_dim, _weight=plain.weight.detach())
         self.weight, self._group = plain.weight, group
 
     def forward(self, positions_t: Tensor) -> Tensor:

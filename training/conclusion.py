@@ -41,12 +41,6 @@ def rows(figures: Figures, of_lesson: Mapping[str, str]) -> list[tuple[str, str]
     if "peak_memory_bytes" in f:
         shown["peak memory"] = units.show_bytes(f["peak_memory_bytes"])
     shown |= of_lesson
-    if "imbalance" in f:
-        most = f"the busiest one got {f['imbalance']:.2f} times its share"
-        shown["experts"] = f"{most}; {f['dropped_tokens']:,} tokens were dropped"
-    if by_axis := _sent_along(f):
-        parts = (f"{axis} {units.show_bytes(sent)}" for axis, sent in by_axis.items())
-        shown["axes"] = "rank 0 sent " + ", ".join(parts)
     if f["world_size"] > 1 and "replicas_equal" in f:
         shown["replicas"] = "bitwise equal on all ranks" if f["replicas_equal"] else "differ"
     return list(shown.items())
@@ -74,12 +68,6 @@ def _sent(f: Figures) -> str:
     return sent + units.show_checked(counted, formula)
 
 
-def _sent_along(f: Figures) -> dict[str, int]:
-    """Return the bytes that rank 0 has sent along each axis of a mesh."""
-    names = [name for name in f if name.startswith("axis_") and name.endswith("_bytes_sent")]
-    return {name.removeprefix("axis_").removesuffix("_bytes_sent"): f[name][0] for name in names}
-
-
 def sentences(figures: Figures, of_lesson: str | None) -> list[str]:
     """Return one sentence about what the figures mean, if they tell it, and one about what to run next."""
     mode, ranks = figures["run_mode"], figures["world_size"]
@@ -100,10 +88,6 @@ def _meaning(f: Figures) -> str | None:
             f"Each rank trains alone for {steps} steps, and drifts away from the others; the time and the "
             "bytes of a step are means over such a round, with its synchronisation."
         )
-    if len(along := _sent_along(f)) > 1 and (total := sum(along.values())):
-        most = max(along, key=lambda axis: along[axis])
-        share = f"{along[most] / total:.0%} of what rank 0 sent"
-        return f"{share} went along the {most} axis: its ranks belong where the links are fastest."
     if not (seconds := f.get("communication_seconds")):
         return None
     took = units.show_seconds(seconds)
