@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.collectives import all_gather
-from comm.errors import CommError
+from comm.errors import CommError, LostRank
 from comm.wire import slow_link
 from comm.wire.groups import Group, is_lost_connection
 from lab.cluster import Cluster
@@ -88,7 +88,7 @@ def on_main(cluster: Cluster, what: str, action: Callable[[], T]) -> T:
 
 @contextmanager
 def naming_a_lost_rank(what: str) -> Iterator[None]:
-    """Turn the error of a lost connection, or of a timeout, into a WorkbookError: "cannot `what`: ..."."""
+    """Turn the error of a lost connection, or of a timeout, into a LostRank: "cannot `what`: ..."."""
     try:
         yield
     except RuntimeError as error:
@@ -96,7 +96,8 @@ def naming_a_lost_rank(what: str) -> Iterator[None]:
             raise
         # All ranks raise the same sentence. comm.script adds who has died.
         cause = error.__cause__ if isinstance(error, CommError) else error
-        if isinstance(error, CommError) and not (is_lost_connection(str(cause)) or "imed out" in str(cause)):
+        is_late = any(sign in str(cause) for sign in ("imed out", "imeout"))
+        if isinstance(error, CommError) and not (is_lost_connection(str(cause)) or is_late):
             raise
-        how = "has not answered in time" if "imed out" in str(cause) else "has died or left"
-        raise WorkbookError(f"cannot {what}: another rank {how}") from cause
+        how = "has not answered in time" if is_late else "has died or left"
+        raise LostRank(f"cannot {what}: another rank {how}") from cause

@@ -33,6 +33,7 @@ After Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Cl
 import torch.distributed as dist
 
 from comm.collectives import use_pattern
+from comm.exchange import naming_a_lost_rank
 from comm.wire.groups import own_group
 from expert_parallel.config import ExpertGroups
 from hybrid_parallel.sizes import ParallelSizes
@@ -86,11 +87,13 @@ class Mesh:
     def __init__(self, cluster: Cluster, sizes: ParallelSizes) -> None:
         self.sizes, self.rank = sizes, cluster.rank
         alone = [axis for axis in AXES if getattr(sizes, axis) == 1]
-        formed = {axis: own_group(groups_of(axis, sizes), axis) for axis in AXES if axis not in alone[1:]}
+        with naming_a_lost_rank("form the groups of the mesh"):
+            formed = {axis: own_group(groups_of(axis, sizes), axis) for axis in AXES if axis not in alone[1:]}
+            # What replicas send counts for the data axis: without a context axis they are its ranks.
+            replicas = None if sizes.context == 1 else own_group(replicas_of(sizes), "data")
         self._groups = {axis: formed[alone[0] if axis in alone else axis] for axis in AXES}
         self.pipeline, self.data, self.context, self.tensor = self._groups.values()
-        # What replicas send counts for the data axis: without a context axis they are its ranks.
-        self.replicas = self.data if sizes.context == 1 else own_group(replicas_of(sizes), "data")
+        self.replicas = replicas or self.data
         self.experts: ExpertGroups | None = None
         for group in {*self._groups.values(), self.replicas}:
             use_pattern(sizes.pattern, group)
@@ -108,7 +111,8 @@ class Mesh:
         each, every = self.sizes.expert_ranks, replicas_of(self.sizes)
         sharing = [ranks[first : first + each] for ranks in every for first in range(0, len(ranks), each)]
         same = [ranks[place::each] for ranks in every for place in range(each)]
-        self.experts = ExpertGroups(self.replicas, own_group(sharing, "expert"), own_group(same, "data"))
+        with naming_a_lost_rank("form the groups of the experts"):
+            self.experts = ExpertGroups(self.replicas, own_group(sharing, "expert"), own_group(same, "data"))
         for group in (self.experts.experts, self.experts.replicas):
             use_pattern(self.sizes.pattern, group)
         return self.experts

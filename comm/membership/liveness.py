@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lab.launch.interface import own_address
 
 _KEY = "liveness"
-_LONGEST = 1 << 16  # bytes of a message
+LONGEST = 1 << 16  # bytes of a message
 _AT_MOST_0_1_S = struct.pack("ll", 0, 100_000)  # for the rest of a message, which a rank sends in one piece
 _GONE_MS = 3000  # after which a machine that acknowledges nothing has gone; two packets may be lost meanwhile
 _PATIENCE = 1.0  # seconds until all ranks know what one connection has shown
@@ -49,10 +49,26 @@ class Departure:
         return f"rank {self.rank} has {self.how}, so look for the first error in its log"
 
 
-def send(connection: Connection, message: dict[str, Any]) -> None:
+def send(connection: Connection, message: Any) -> None:
     """Send a message, unless the other end has gone."""
     with suppress(OSError):
         connection.send_bytes(json.dumps(message).encode())
+
+
+def listen(store: dist.Store) -> socket.socket:
+    """Listen on rank 0 for the other ranks, and write its address into the store."""
+    listener = socket.create_server((own_address(), 0))
+    store.set(_KEY, json.dumps(listener.getsockname()))
+    return listener
+
+
+def accept(listener: socket.socket) -> Connection:
+    """Return a connection to the rank that waits. Half a message, of a stranger, will not be waited for."""
+    end, _ = listener.accept()
+    watch_the_machine(end)
+    if os.name == "posix":
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _AT_MOST_0_1_S)
+    return Connection(end.detach())
 
 
 def watch_the_machine(end: socket.socket) -> None:
@@ -67,15 +83,14 @@ def watch_the_machine(end: socket.socket) -> None:
 class Server(threading.Thread):
     """The thread of rank 0. It ends when all ranks have come and left."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, listener: socket.socket, world_size: int) -> None:
         super().__init__(name="liveness", daemon=True)
         self._absent = set(range(world_size))
         self._strangers: set[Connection] = set()  # that have not said which rank they are
         self._members: dict[Connection, int] = {}
         self._left: set[int] = set()
         self._gone: list[Departure] = []
-        self._listener = socket.create_server((own_address(), 0))
-        self.place = self._listener.getsockname()
+        self._listener = listener
 
     def run(self) -> None:
         with self._listener:
@@ -84,26 +99,17 @@ class Server(threading.Thread):
                     if isinstance(ready, Connection):
                         self._take(ready)
                     else:
-                        stranger, _ = self._listener.accept()
-                        watch_the_machine(stranger)
-                        if os.name == "posix":  # one that sends half a message must not stop this thread
-                            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _AT_MOST_0_1_S)
-                        self._strangers.add(Connection(stranger.detach()))
-
-    def present(self) -> set[int]:
-        """Return the ranks that have not left. They may not have come yet."""
-        return self._absent | set(dict(self._members).values())
+                        self._strangers.add(accept(self._listener))
 
     def _take(self, connection: Connection) -> None:
         try:
-            message = json.loads(connection.recv_bytes(_LONGEST))
+            message = json.loads(connection.recv_bytes(LONGEST))
             if connection in self._members:
                 self._announce(Departure(self._members[connection], **message))
                 return
             self._members[connection] = rank = int(message["rank"])
             self._strangers.remove(connection)
             self._absent.discard(rank)
-            self._left.discard(rank)  # a process may take the place of one that has died
             for gone in self._gone:
                 send(connection, asdict(gone))
         except Exception:  # it has closed the connection, or is not a rank
@@ -111,7 +117,7 @@ class Server(threading.Thread):
             self._strangers.discard(connection)
             if connection in self._members:
                 self._announce(Departure(self._members[connection], "died"))
-                del self._members[connection]  # only now `present` tells rank 0, too
+                del self._members[connection]
 
     def _announce(self, gone: Departure) -> None:
         if gone.rank not in self._left:
@@ -134,16 +140,9 @@ def connect(store: dist.Store, rank: int, world_size: int) -> None:
     """Connect to rank 0, on rank 0 too. Raise OSError if it cannot be reached."""
     global _rank, _connection, _server
     if rank == 0:
-        _server = serve(store, world_size)
+        _server = Server(listen(store), world_size)
+        _server.start()
     _rank, _connection = rank, dial(store, rank)
-
-
-def serve(store: dist.Store, world_size: int) -> Server:
-    """Start the thread of rank 0, and write its address into the store."""
-    server = Server(world_size)
-    server.start()
-    store.set(_KEY, json.dumps(server.place))
-    return server
 
 
 def dial(store: dist.Store, rank: int) -> Connection:

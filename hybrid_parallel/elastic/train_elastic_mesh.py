@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from torch.distributed import DistError
 
-from comm.errors import CommError, Mismatch
+from comm.errors import CommError, LostRank, Mismatch
 from comm.membership.survivors import Survivors
 from comm.script import start
 from hybrid_parallel.arguments import HybridArgs, model_of, sizes_of
@@ -60,11 +60,10 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
             die_if_due = partial(deaths.die_if_due, survivors.name)
             train(run, hybrid, args, die_if_due, survivors=survivors.names)
             return
-        except (WorkbookError, DistError) as error:  # torch raises the second one if the store's rank dies
-            has_lost_a_rank = isinstance(error, CommError) or survivors.misses_a_rank()
-            if isinstance(error, Mismatch) or not has_lost_a_rank:
-                raise
-        survivors.regroup()
+        except Mismatch:
+            raise  # a bug in the code, not a death
+        except (CommError, LostRank, DistError):  # torch raises the last one if the store's rank dies
+            survivors.regroup()
         sizes = sizes_for(survivors.cluster.world_size, args, sizes)
         args = dataclasses.replace(args, **dataclasses.asdict(sizes), auto_resume=args.checkpoint is not None)
 

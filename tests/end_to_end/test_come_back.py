@@ -18,7 +18,7 @@ from low_communication import train_elastic_diloco
 check = Survivors.check
 
 def wait_and_check(survivors, may_join):
-    while may_join and len(survivors.names) == 1 and not survivors._newcomers():
+    while may_join and len(survivors.names) == 1 and not survivors.coordinator.newcomers():
         time.sleep(0.05)
     check(survivors, may_join)
 

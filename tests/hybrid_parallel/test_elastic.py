@@ -158,12 +158,12 @@ def test_a_death_inside_the_all_reduce_in_the_last_step_or_after_it_leaves_each_
     survivors_equal_one_process(5, {1, 2, 3}, disturb)
 
 
-@pytest.mark.parametrize("moment", ["_ask", "_form", "_state_of"])
+@pytest.mark.parametrize("moment", ["_agree", "_form", "_state_of"])
 def test_a_death_during_the_recovery_leads_to_another_recovery(moment: str):
     def disturb(cluster: Cluster) -> None:
         if cluster.rank == 1:
             owner = ElasticReplica if moment == "_state_of" else Survivors
-            at_step(0 if moment == "_ask" else 1, owner, moment, lambda original: die)
+            at_step(0 if moment == "_agree" else 1, owner, moment, lambda original: die)
         if cluster.rank == 2 and moment == "_state_of":
             at_step(2, train_elastic, "all_reduce", and_then(interrupted))
         if cluster.rank == 3:

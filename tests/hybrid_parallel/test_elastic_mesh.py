@@ -4,12 +4,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from hybrid_parallel.elastic import train_elastic_mesh
 from hybrid_parallel.elastic.train_elastic_mesh import sizes_for
 from hybrid_parallel.sizes import ParallelSizes
+from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from tests.hybrid_parallel.elastic_mesh import ARGS, survivors_end_as_one_process, train
+from tests.hybrid_parallel.test_elastic import at_step
 
 
 def test_a_death_beside_zero_3_leaves_the_state_of_one_process(tmp_path):
@@ -20,6 +24,21 @@ def test_without_a_checkpoint_the_survivors_train_from_the_beginning(tmp_path):
     args = dataclasses.replace(ARGS, kill=("1@2",), steps=3)
     results = run_ranks(train, 2, args, collect_failures=True, timeout=60)
     assert not isinstance(results[0], RankError), results[0]
+
+
+def test_a_timeout_while_the_groups_of_a_mesh_form_leads_to_another_group_of_all():
+    def times_out(original: Any) -> Any:
+        def fail(*args: Any, **options: Any) -> None:
+            raise RuntimeError("Wait timeout")  # as gloo says it
+
+        return fail
+
+    def work(cluster: Cluster) -> None:
+        if cluster.rank == 1:
+            at_step(0, dist, "new_subgroups_by_enumeration", times_out)
+        train_elastic_mesh.main(cluster, dataclasses.replace(ARGS, steps=2, zero=1))
+
+    run_ranks(work, 2, timeout=60)
 
 
 def test_the_mesh_of_the_survivors_holds_no_more_on_a_rank_than_before_and_keeps_what_it_can():

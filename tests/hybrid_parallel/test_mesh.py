@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from comm.collectives import all_reduce
-from comm.errors import CommError
+from comm.errors import CommError, LostRank
 from expert_parallel.config import form_groups
 from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
@@ -22,6 +22,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
+from lab.replace import replaced
 from tests.hybrid_parallel.equivalence import gpt
 
 GPT = GPTConfig(num_layers=8, num_heads=6, width=24)
@@ -106,6 +107,21 @@ def test_a_rank_gives_up_in_any_group_after_the_jobs_timeout():
     with TemporaryDirectory() as folder:
         has_given_up = Path(folder) / "has given up"
         run_ranks(work, 2, timeout=10, group_timeout=0.5)
+
+
+def test_a_group_that_does_not_form_in_time_is_refused_in_a_sentence():
+    def work(cluster):
+        def times_out(*args, **options):
+            raise RuntimeError("Wait timeout")  # as gloo says it
+
+        sentence = "^cannot form the groups of the mesh: another rank has not answered in time$"
+        with (
+            replaced("torch.distributed.new_subgroups_by_enumeration", times_out),
+            pytest.raises(LostRank, match=sentence),
+        ):
+            Mesh(cluster, ParallelSizes())
+
+    run_ranks(work, 1)
 
 
 def test_torchs_own_device_mesh_has_the_same_groups():
