@@ -1,13 +1,11 @@
 """Read a run's configuration: a YAML file, and the options of a command line, which override the file.
 
-A mistake is refused in one sentence that names the key, before any process starts. The launcher calls this,
-which prints the number of processes, and with --help all keys:
+    python -m hybrid_parallel.config --config FILE    # prints the number of processes; --help prints the keys
 
-    python -m hybrid_parallel.config --config configs/config.yaml
+A mistake is refused in one sentence that names the key, before any process starts.
 """
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -20,24 +18,16 @@ from tyro.conf import arg
 
 from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, Pattern, model_of, sizes_of
-from hybrid_parallel.mesh import AXES
 from hybrid_parallel.sizes import ParallelSizes, Zero, refuse_sizes
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.usage import help_of, read_words
 from training.arguments import NotOffered, Size
 from training.validate import validate_arguments
 
-SHORT_NAMES = {
-    "pipeline_parallelism": "pipeline",
-    "zero_redundancy": "zero",
-    "communication_pattern": "pattern",
-}
-
 
 @dataclass
 class Keys(HybridArgs):
-    """The keys of a file are these options without their dashes, as in `num_gpus: 8`. The short names
-    pipeline, zero and pattern are keys too."""
+    """The keys of a file are these options without their dashes, as in `num_gpus: 8`, or `pipeline: 2`."""
 
     num_gpus: int | None = None
     """Number of processes, on GPUs or not."""
@@ -49,8 +39,7 @@ class Keys(HybridArgs):
         bool | int | None,
         arg(name="pipeline_parallelism", aliases=["--pipeline"], metavar="{True,False,INT}"),
     ] = None
-    """Number of stages. True: what --data leaves, or without it the fewest, at least 2, that divide the
-    processes. False: 1."""
+    """Number of stages. True: 2. False: 1."""
     zero: Annotated[bool | Zero, arg(name="zero_redundancy", aliases=["--zero"])] = 0  # type: ignore[assignment]
     """Number of ZeRO's stage along the data axis. True: 1 beside a pipeline, and 2 without one. False: 0."""
     pattern: Annotated[Pattern | None, arg(name="communication_pattern", aliases=["--pattern"])] = None
@@ -61,8 +50,7 @@ class Keys(HybridArgs):
 
 
 class Config(NamedTuple):
-    """Holds the arguments of a run and its number of processes. With `sharding_strategy: auto` the planner
-    must keep the sizes in `given`, and choose the others; otherwise it is None."""
+    """Holds a run's arguments and number of processes, and with auto the sizes that the planner must keep."""
 
     args: HybridArgs
     num_processes: int
@@ -75,49 +63,37 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
         words = [*words_of(path), *overrides]
         return _config(read_words(words, Keys), {option_of(word) for word in words})
     except WorkbookError as error:
-        sentence = re.sub(r" [(]--help .*[)]", "", str(error)).replace(
-            "?.", "?"
-        )  # that is another script's help
+        sentence = re.sub(r" \(--help .*", ".", str(error)).replace("?.", "?")  # of another script's help
         raise WorkbookError(f"{path}: {sentence}") from error
 
 
 def _config(keys: Keys, written: set[str]) -> Config:
     number, options = keys.num_gpus, {field.name: getattr(keys, field.name) for field in fields(HybridArgs)}
-    if number is None:
-        raise WorkbookError("there is no num_gpus; add it, as in num_gpus: 4.")
+    if number is None or number < 1:
+        raise WorkbookError(f"num_gpus is {number}; give the number of processes, as in num_gpus: 4.")
     if keys.model in get_args(Size):
         if "size" in written and keys.size != keys.model:
             raise WorkbookError(f"model is {keys.model} and size is {keys.size}; leave one of the two out.")
         options["size"] = keys.model
     options["model"] = "mlp" if keys.model == "mlp" else "gpt"
     options |= {name: off for name, off in (("pipeline", 1), ("zero", 0)) if options[name] is False}
-    for name, size in [("num_gpus", number), *((axis, options[axis]) for axis in AXES)]:
-        if size is not None and size < 1:
-            raise WorkbookError(f"{name} is {size}; it must be at least 1.")
-    given = None
     if keys.sharding_strategy == "auto":
+        if keys.model == "mlp" or keys.compress or keys.sync_every > 1:
+            raise WorkbookError("sharding_strategy auto knows no mlp, compress or sync_every; take manual.")
         is_open = {name for name in ("pipeline", "zero") if options[name] is True}  # the planner chooses
         names = {field.name for field in fields(ParallelSizes)} & written - is_open
         given = {name: options[name] for name in names if options[name] is not None}
         args = HybridArgs(**options | {"batch_size": keys.batch_size * number})
     else:
-        options["pipeline"] = options["pipeline"] or 1
-        if keys.pipeline is True:  # as many stages as `data` leaves, or without it the least divisor above 1
-            left = number // math.prod((keys.data or 1, keys.context, keys.tensor or 1))
-            divisors = (n for n in range(2, left) if left % n == 0)
-            options["pipeline"] = max(2, left if keys.data else next(divisors, left))
-        if keys.zero is True:
-            options["zero"] = 1 if options["pipeline"] > 1 else 2
-        args = HybridArgs(**options)
+        given, stages = None, 2 if keys.pipeline is True else options["pipeline"] or 1
+        zero = (1 if stages > 1 else 2) if keys.zero is True else options["zero"]
+        args = HybridArgs(**options | {"pipeline": stages, "zero": zero})
         args.batch_size *= sizes_of(args, number).data
         args = replace(args, **asdict(sizes_of(args, number)))
+        refuse_sizes(sizes_of(args, number), model_of(args), args.batch_size, number, args.experts)
     validate_arguments(replace(args, transport="auto"), args.data or 1)  # a transport needs ranks
-    if args.link is not None:
-        slow_link.parse(args.link)
+    slow_link.parse(args.link or "1gbit")
     args.validate(number)
-    model = model_of(args)
-    if given is None:
-        refuse_sizes(sizes_of(args, number), model, args.batch_size, number, args.experts)
     return Config(args, number, given)
 
 
@@ -131,26 +107,23 @@ def words_of(path: str) -> list[str]:
         raise WorkbookError(f"the file cannot be read ({why}); {example}.") from error
     if not isinstance(root, yaml.MappingNode):
         raise WorkbookError(f"the file has no keys; {example}.")
-    words: dict[str, str] = {}
+    switches, words = {field.name for field in fields(Keys) if field.type is bool}, dict[str, str]()
     for key, text in ((key.value, value.value) for key, value in root.value):
-        if not isinstance(key, str) or not isinstance(text, str):
-            named = key if isinstance(key, str) else "a key"
-            raise WorkbookError(f"{named} is a list or a mapping; {example}.")
+        if not isinstance(text, str):
+            raise WorkbookError(f"{key} is a list or a mapping; {example}.")
         option, text = option_of(f"--{key}"), {"": "None", "true": "True", "false": "False"}.get(text, text)
         if option in words:
             raise WorkbookError(f"{option} is given twice; leave one of the two out.")
-        words[option] = f"--{key}={text}"
-        if option in [field.name for field in fields(Keys) if field.type is bool]:
-            if text not in ("True", "False"):
-                raise WorkbookError(f"{key} is {text!r}; it must be True or False.")
-            words[option] = f"--{key}" if text == "True" else f"--no-{key}"
+        if option in switches and text not in ("True", "False"):
+            raise WorkbookError(f"{key} is {text!r}; it must be True or False.")
+        switch = f"--{key}" if text == "True" else f"--no-{key}"
+        words[option] = switch if option in switches else f"--{key}={text}"
     return list(words.values())
 
 
 def option_of(word: str) -> str:
     """Return the name of the option that a word of a command line sets: zero for --zero-redundancy=2."""
-    name = re.sub("^--(no-)?|=.*", "", word).replace("-", "_")
-    return SHORT_NAMES.get(name, name)
+    return re.sub("^__(no_)?|=.*|_parallelism|_redundancy|communication_", "", word.replace("-", "_"))
 
 
 def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -161,21 +134,17 @@ def split_config(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return found.config, rest
 
 
-def main(words: Sequence[str]) -> int:
-    """Print the number of processes, or on stderr what is wrong. Return the exit code."""
+def main(words: Sequence[str]) -> None:
+    """Print the number of processes, or on stderr what is wrong."""
     if {"--help", "-h"} & set(words):
         print(help_of(Keys, "python -m hybrid_parallel.config --config FILE", every=True), end="")
-        return 0
+        return
+    path, overrides = split_config(words)
     try:
-        path, overrides = split_config(words)
-        if path is None:
-            raise WorkbookError("There is no --config FILE, such as --config configs/config.yaml.")
-        print(load(path, overrides)[1])
+        print(load(path or "configs/config.yaml", overrides).num_processes)
     except WorkbookError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
