@@ -1,7 +1,7 @@
 """Compare what the planner predicts with what ranks of this machine measure, plan by plan.
 
-    python benchmarks/planner.py               tables for the GPT and the MLP; --json for one JSON line
-    python benchmarks/planner.py --quick       the GPT alone, with few plans and steps
+    python benchmarks/planner.py               a table; --json for one JSON line
+    python benchmarks/planner.py --quick       few plans and steps
 
 The machine is measured as `sharding_strategy: auto` does it: rates of a core, and alpha and beta of the
 link. Then 4 ranks train as each plan says, with AdamW and the simulated link. Each plan has a row for the
@@ -12,9 +12,6 @@ These plans are measured: of each way to divide the ranks and to run the divisio
 parallelism, recomputation) the one whose number of microbatches is predicted to be the best, and of these the
 fastest, and the first of each division. What is left out is predicted to be slower.
 
-The last rows, which --quick has too, say how many bytes a core moves in the time in which it compresses a
-number. The predictions are COMPRESSING_BYTES of hybrid_parallel/planner/step_time.py.
-
 The benchmark ends with the medians of the absolute errors, and with the time of the planner's choice over
 that of the fastest plan that was measured.
 """
@@ -24,50 +21,40 @@ import gc
 import statistics
 from typing import Any
 
-import torch
-
 from benchmarks import side_by_side
 from benchmarks.side_by_side import GPT_13M, Rows, Step, row, timed, tokens
 from comm.cost import Link
 from comm.wire import slow_link
 from hybrid_parallel.mesh import AXES, Mesh
 from hybrid_parallel.planner.auto import measured_machine
-from hybrid_parallel.planner.machine import measure_rates, usual
 from hybrid_parallel.planner.search import Plan, best_by_division, plans
-from hybrid_parallel.planner.shapes import shape_of_config
-from hybrid_parallel.planner.step_time import COMPRESSING_BYTES
+from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.planner.table import describe
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
-from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from lab.trace import meter
 from lab.trace.memory import resident_bytes
-from low_communication.compressors import COMPRESSORS, Compressor
 
-RANKS, LINK = 4, "1gbit"
-Config = GPTConfig | MLPConfig
-MODELS: dict[str, tuple[Config, int]] = {
-    "gpt": (GPT_13M, 8),  # 12.9 million parameters; 8 windows of 256 tokens in a step
-    "mlp": (MLPConfig(num_layers=8, width=1024), 2048),  # 6.4 million parameters; 2048 images in a step
-}
+RANKS, LINK, BATCH = 4, "1gbit", 8  # windows of 256 tokens in a step
+# A model of the same layers that holds almost nothing.
+TINY = dataclasses.replace(GPT_13M, width=8 * GPT_13M.num_heads, block_size=16)
 FASTEST, QUICK = 12, 3  # plans: the fastest on paper beside the best of each division; with --quick of both
 
 
-def train(
-    cluster: Cluster, sizes: ParallelSizes, config: Config, batch: int, link: Link, steps: int
-) -> tuple[list[float], int]:
+def train(cluster: Cluster, sizes: ParallelSizes, link: Link, steps: int) -> tuple[list[float], int]:
     """Train as `sizes` says, and return the seconds of each step, and the bytes at the peak of one.
 
     Memory is measured in a step without the link, and time afterwards with it.
     """
     side_by_side.unmap_freed_memory()
     mesh = Mesh(cluster, sizes)
-    training(mesh, tiny(config), batch)()  # code is loaded, and connections are made
+    training(mesh, TINY)()  # code is loaded, and connections are made
     gc.collect()
     base = resident_bytes()
-    step = training(mesh, config, batch)
+    step = training(mesh, GPT_13M)
     step()  # the first one ends with the optimizer's state
     gc.collect()
     meter.reset_peak_memory(cluster.device)
@@ -79,16 +66,11 @@ def train(
         return [timed(step) for _ in range(steps)], peak - base
 
 
-def training(mesh: Mesh, config: Config, batch: int) -> Step:
+def training(mesh: Mesh, config: GPTConfig) -> Step:
     """Return a step of a new model on the mesh."""
-    rows = batch // mesh.sizes.data
-    model: GPT | MLP
-    if isinstance(config, GPTConfig):
-        model, (x, y) = GPT(config), tokens(config, rows)
-    else:
-        model = MLP(config.sizes)
-        x, y = torch.randn(rows, config.inputs), torch.randint(config.outputs, (rows,))
-    hybrid = put_on_mesh(model, mesh, x[: rows // mesh.sizes.microbatches], lr=1e-3)
+    rows = BATCH // mesh.sizes.data
+    x, y = tokens(config, rows)
+    hybrid = put_on_mesh(GPT(config), mesh, x[: rows // mesh.sizes.microbatches], lr=1e-3)
 
     def step() -> None:
         hybrid.optimizer.zero_grad()
@@ -96,13 +78,6 @@ def training(mesh: Mesh, config: Config, batch: int) -> Step:
         hybrid.optimizer.step()
 
     return step
-
-
-def tiny(config: Config) -> Config:
-    """Return a model of the same layers that holds almost nothing."""
-    if isinstance(config, GPTConfig):
-        return dataclasses.replace(config, width=8 * config.num_heads, block_size=16)
-    return dataclasses.replace(config, width=16)
 
 
 def selected(found: list[Plan], quick: bool) -> list[Plan]:
@@ -116,48 +91,15 @@ def selected(found: list[Plan], quick: bool) -> list[Plan]:
     return list(dict.fromkeys([*list(best.values())[:FASTEST], *divisions]))
 
 
-def rows_of(plan: Plan, of_ranks: list[tuple[list[float], int]], model: str) -> Rows:
+def rows_of(plan: Plan, of_ranks: list[tuple[list[float], int]]) -> Rows:
     """Return what was measured of a plan beside what was predicted: its time, and its memory."""
     seconds = side_by_side.median_of_slowest([times for times, _ in of_ranks])
     held = max(peak for _, peak in of_ranks)
     axes = " x ".join(str(getattr(plan.sizes, axis)) for axis in AXES)
-    plan_is = {"label": f"{model} {axes}, {describe(plan.sizes)}", "sizes": dataclasses.asdict(plan.sizes)}
-    time = row(model, "prediction", seconds, plan.step_seconds, RANKS, LINK)
-    memory = row(f"{model} memory", "prediction", held, plan.memory_bytes, RANKS, LINK, "bytes")
+    plan_is = {"label": f"gpt {axes}, {describe(plan.sizes)}", "sizes": dataclasses.asdict(plan.sizes)}
+    time = row("gpt", "prediction", seconds, plan.step_seconds, RANKS, LINK)
+    memory = row("gpt memory", "prediction", held, plan.memory.total, RANKS, LINK, "bytes")
     return [time | plan_is, memory | plan_is]
-
-
-def measure(model: str, quick: bool) -> tuple[Rows, dict[str, Any]]:
-    """Return the rows of each plan in the planner's order, and a summary."""
-    config, batch = MODELS[model]
-    link = slow_link.parse(LINK)
-    machine = run_ranks(measured_machine, RANKS, link, timeout=120)[0]
-    found = plans(shape_of_config(config), machine, RANKS, batch, "float32")
-    fit = [plan for plan in found if plan.seconds is not None]
-    rows: Rows = []
-    for plan in selected(fit, quick):
-        arguments = plan.sizes, config, batch, link, 2 if quick else 3
-        rows += rows_of(plan, run_ranks(train, RANKS, *arguments, timeout=300), model)
-    return rows, {"model": model, "feasible_plans": len(fit)} | summary(rows)
-
-
-def compressing_bytes(cluster: Cluster) -> dict[str, float]:
-    """Return, by compressor, the bytes that a core moves in the time in which it compresses a number.
-
-    A bucket of 1 MiB is one matrix. Nothing is sent, and what the compressor leaves out is kept.
-    """
-    _, _, bandwidth = measure_rates()
-    flat, found = torch.randn(512, 512).flatten(), {}
-    for name in COMPRESSING_BYTES:
-        compressor, remaining = COMPRESSORS[name]([(512, 512)]), torch.zeros_like(flat)
-
-        def compress(compressor: Compressor = compressor, remaining: torch.Tensor = remaining) -> None:
-            bucket = flat + remaining
-            gradient = bucket.clone()
-            remaining.copy_(gradient.sub_(compressor.mean(bucket)))
-
-        found[name] = usual(compress) * bandwidth / flat.numel()
-    return found
 
 
 def summary(rows: Rows) -> dict[str, Any]:
@@ -178,17 +120,21 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 
 def main(args: side_by_side.Args) -> None:
-    results = [measure(model, args.quick) for model in list(MODELS)[: 1 if args.quick else None]]
-    rows, said = [one for some, _ in results for one in some], [one for _, one in results]
-    for name, measured in run_ranks(compressing_bytes, 1, timeout=120)[0].items():
-        rows.append(row(f"compress {name}", "prediction", measured, COMPRESSING_BYTES[name], 1, unit="bytes"))
-    side_by_side.show("planner", rows, args, f"{LINK}: measured, predicted", summary=said)
-    for one in said if not args.json else ():
-        errors = [f"{one[f'median_{what}_error']:.1%} of the {what}" for what in ("seconds", "memory")]
-        plans_measured = f"{one['measured_plans']} of {one['feasible_plans']} feasible plans"
-        factor = one["choice_over_best"]
-        print(f"{one['model']}: {plans_measured}; median errors {' and '.join(errors)}")
-        print(f"the choice takes {factor:.2f} of the time of the fastest: {one['best']}")
+    link = slow_link.parse(LINK)
+    machine = run_ranks(measured_machine, RANKS, link, timeout=120)[0]
+    found = plans(ModelShape(**vars(GPT_13M)), machine, RANKS, BATCH, precision="float32")
+    fit = [plan for plan in found if plan.seconds is not None]
+    rows: Rows = []
+    for plan in selected(fit, args.quick):
+        steps = 2 if args.quick else 3
+        rows += rows_of(plan, run_ranks(train, RANKS, plan.sizes, link, steps, timeout=300))
+    said = {"model": "gpt", "feasible_plans": len(fit)} | summary(rows)
+    side_by_side.show("planner", rows, args, f"{LINK}: measured, predicted", summary=[said])
+    if not args.json:
+        errors = [f"{said[f'median_{what}_error']:.1%} of the {what}" for what in ("seconds", "memory")]
+        plans_measured = f"{said['measured_plans']} of {said['feasible_plans']} feasible plans"
+        print(f"{plans_measured}; median errors {' and '.join(errors)}")
+        print(f"the choice takes {said['choice_over_best']:.2f} of the time of the fastest: {said['best']}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Let the planner choose how the ranks of a run are divided: `sharding_strategy: auto`."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from comm.wire import slow_link
 from hybrid_parallel.arguments import HybridArgs, model_of, moe_of
 from hybrid_parallel.config import load, split_config
 from hybrid_parallel.planner.machine import MACHINES, Machine, this_machine
-from hybrid_parallel.planner.search import choose, plans
-from hybrid_parallel.planner.shapes import shape_of_config
+from hybrid_parallel.planner.search import plans
+from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.sizes import ParallelSizes
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
@@ -35,20 +35,18 @@ def read_arguments(words: Sequence[str], cluster: Cluster) -> HybridArgs:
         )
     if config.given is None:
         return config.args
-    sizes = choose_sizes(cluster, config.args, config.given)
-    return dataclasses.replace(config.args, **dataclasses.asdict(sizes))
+    return replace(config.args, **asdict(choose_sizes(cluster, config.args, config.given)))
 
 
 def choose_sizes(cluster: Cluster, args: HybridArgs, given: Mapping[str, Any]) -> ParallelSizes:
     """Return rank 0's choice for the link and the rates that the ranks measure. All ranks must call it."""
     machine = measured_machine(cluster, slow_link.parse(args.link) if args.link else None)
-    moe = moe_of(args)
-    experts = (1, 1) if moe is None else (moe.num_experts, moe.top_k)
+    shape, fixed = ModelShape(**vars(model_of(args))), {"precision": args.precision} | dict(given)
+    if moe := moe_of(args):
+        shape = replace(shape, experts=moe.num_experts, active_experts=moe.top_k)
 
     def chosen() -> dict[str, Any]:
-        shape = shape_of_config(model_of(args), *experts)
-        found = plans(shape, machine, cluster.world_size, args.batch_size, args.precision, given)
-        return dataclasses.asdict(choose(found).sizes)
+        return asdict(plans(shape, machine, cluster.world_size, args.batch_size, **fixed)[0].sizes)
 
     return ParallelSizes(**on_main(cluster, "choose a plan", chosen))
 
@@ -63,4 +61,4 @@ def measured_machine(cluster: Cluster, link: Link | None = None) -> Machine:
     known = [device for device in MACHINES if device.partition("-")[0] in name]
     if not known:
         raise WorkbookError(f"The planner does not know a {name}: give the sizes, and leave auto out.")
-    return dataclasses.replace(MACHINES[known[-1]], outer=link, autocast=True)
+    return replace(MACHINES[known[-1]], outer=link, autocast=True)

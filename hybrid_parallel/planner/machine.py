@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -105,9 +105,6 @@ def this_machine(ranks: int, link: Link) -> Machine:
     return Machine(max(0.0, memory), *rates, ranks, link, link, cores=len(own_cores()), autocast=True)
 
 
-ROWS, HEADS, TIME, HEAD_WIDTH = 512, 8, 256, 64
-
-
 @cache
 def measure_rates() -> tuple[float, float, float]:
     """Return the operations per second of matrix products and of attention, and the bytes per second, of a
@@ -115,25 +112,21 @@ def measure_rates() -> tuple[float, float, float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        width = HEADS * HEAD_WIDTH
-        x, weight, wide = torch.randn(ROWS, width), torch.randn(width, width), torch.randn(ROWS, 4 * width)
-        heads = torch.randn(2, HEADS, TIME, HEAD_WIDTH)
-        flops = 2 * ROWS * width * width / usual(lambda: F.linear(x, weight))
-        # Two products for each pair of a query and a key, half of which the mask leaves.
-        scores = 2 * 2 * 2 * HEADS * TIME * TIME * HEAD_WIDTH / 2
-        attention = scores / usual(
-            lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-        )
-        return flops, attention, 2 * wide.nbytes / usual(lambda: F.gelu(wide))
+        x, weight, wide = torch.randn(512, 512), torch.randn(512, 512), torch.randn(512, 2048)
+        heads = torch.randn(2, 8, 256, 64)  # examples, heads, tokens, width of a head
+        # 2 operations of each product of two numbers. The mask leaves half of the pairs of query and key.
+        matmul, scores = 2 * 512**3, 2 * 2 * heads.numel() * 256 / 2
+        attend = partial(F.scaled_dot_product_attention, heads, heads, heads, is_causal=True)
+        flops, attention = matmul / usual(partial(F.linear, x, weight)), scores / usual(attend)
+        return flops, attention, 2 * wide.nbytes / usual(partial(F.gelu, wide))
     finally:
         torch.set_num_threads(threads)
 
 
 def usual(call: Callable[[], object]) -> float:
     """Return the median seconds of a call on the thread's CPU clock: the usual speed, not the best one."""
-    call()
     seconds = []
-    for _ in range(30):
+    for _ in range(31):  # the first call is slower
         start = time.thread_time()
         call()
         seconds.append(time.thread_time() - start)

@@ -1,16 +1,9 @@
 """Predict the bytes that a rank holds at the peak of a training step.
 
-    parameters, gradients, optimizer state   with float32 and with autocast 4, 4 and 8 bytes for each one,
-                                             otherwise 2, 2 and 12, for AdamW; zero/memory.py divides them
-                                             compression keeps what it has not sent: as much as gradients
-    activations of a microbatch in a layer   what the backward needs, see `layer_activations`
-    microbatches held at a time              by the schedule's formula (pipeline_parallel/analysis/theory.py)
-    logits                                   on the last stage; also in float32
-    gathered units                           with ZeRO 3: two layers' parameters, and one's gradients
-    buffers                                  messages between stages, and 8 MB that are in no formula
-
-What a zero-bubble schedule holds for weight gradients that wait is left out: the inputs of layers and the
-gradients of their outputs are in a transformer together as large as the activations, but in an MLP larger.
+zero/memory.py divides parameters, gradients and AdamW's state, and the schedule's formula says how many
+microbatches a rank holds (pipeline_parallel/analysis/theory.py). What a zero-bubble schedule holds for weight
+gradients that wait is left out: the inputs of layers and the gradients of their outputs are together as large
+as the activations.
 
 After Rajbhandari et al., "ZeRO", 2020, arXiv:1910.02054, section 3.1, and Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, section 4.
@@ -19,7 +12,7 @@ Activation Recomputation in Large Transformer Models", 2022, arXiv:2205.05198, s
 from dataclasses import dataclass
 from functools import cache
 
-from hybrid_parallel.planner.shapes import AnyShape
+from hybrid_parallel.planner.shapes import ModelShape
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.analysis import theory
 from pipeline_parallel.schedules import V_SHAPED
@@ -28,8 +21,8 @@ from zero.memory import Held, formula
 MESSAGES = 4  # held by a stage: two receives posted ahead, and one send in each direction
 RUNTIME_BYTES = 8e6  # buckets, connections and gaps between tensors: measured with benchmarks/planner.py
 ITEMSIZE = {"float32": 4, "bf16": 2}
-# Bytes of a parameter, its gradient and its optimizer state, by the type of the parameters. With bf16 the
-# optimizer's state includes a float32 parameter.
+# Bytes of a parameter, its gradient and its optimizer state, by the type of the parameters, which autocast
+# leaves in float32. With bf16 the optimizer's state includes a float32 parameter.
 STATE = {"float32": (4, 4, 8), "bf16": (2, 2, 12)}
 
 
@@ -41,7 +34,7 @@ class Memory:
     gradients: float
     optimizer_state: float
     activations: float
-    temporary: float  # logits, gathered units, and what one layer recomputes
+    temporary_tensors: float  # logits, gathered units, and what one layer recomputes
     buffers: float
 
     @property
@@ -49,21 +42,17 @@ class Memory:
         return sum(vars(self).values())
 
 
-def predict_memory(shape: AnyShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory:
+def predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, autocast: bool = False) -> Memory:
     """Return what the fullest rank of a plan holds at its peak, with `batch` examples in a step."""
-    of_ranks = (memory_of_rank(shape, sizes, batch, rank, autocast) for rank in fullest_ranks(sizes))
-    return max(of_ranks, key=lambda memory: memory.total)
+    ranks = (rank_memory(shape, sizes, batch, rank, autocast) for rank in fullest_ranks(sizes))
+    return max(ranks, key=lambda memory: memory.total)
 
 
-def memory_of_rank(
-    shape: AnyShape, sizes: ParallelSizes, batch: int, rank: int, autocast: bool = False
-) -> Memory:
+def rank_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, rank: int, autocast: bool) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak."""
     numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch)
-    parameter, gradient, optimizer_state = state_bytes(sizes, autocast)
-    full = Held(numbers * parameter, numbers * gradient, numbers * optimizer_state)
-    state = formula(sizes.zero, full, sizes.replicas)
-    c = ITEMSIZE[sizes.precision]
+    of_each, c = STATE["float32" if autocast else sizes.precision], ITEMSIZE[sizes.precision]
+    state = formula(sizes.zero, Held(*(numbers * each for each in of_each)), sizes.replicas)
     stream = tokens * on_a_rank((0.0, shape.width * c), sizes)
     layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     kept = layers * tokens * layer_activations(shape, sizes)
@@ -76,18 +65,15 @@ def memory_of_rank(
         temporary += tokens * shape.vocab_size / sizes.tensor * (c + 4)
     if sizes.zero == 3:
         layer = shape.dense_parameters + shape.expert_parameters
-        temporary += layer / sizes.tensor * (2 * parameter + gradient)
+        temporary += layer / sizes.tensor * (2 * of_each[0] + of_each[1])
     held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
     buffers = RUNTIME_BYTES + MESSAGES * stream * (sizes.pipeline > 1)
-    gradients = state.gradients * (2 if sizes.compress else 1)
-    return Memory(state.parameters, gradients, state.optimizer_state, held * kept, temporary, buffers)
+    return Memory(**vars(state), activations=held * kept, temporary_tensors=temporary, buffers=buffers)
 
 
-def layer_activations(shape: AnyShape, sizes: ParallelSizes) -> float:
-    """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch.
-
-    For a GPT in 16 bit with dropout and no fused attention this is equation 2 of Korthikanti et al., and
-    with sequence parallelism equation 4.
+def layer_activations(shape: ModelShape, sizes: ParallelSizes) -> float:
+    """Return the bytes that a forward of one layer keeps for the backward, for each token of a microbatch:
+    in 16 bit with dropout and no fused attention equation 2 of Korthikanti et al., or 4 if divided by tokens.
     """
     return on_a_rank(shape.kept_bytes(ITEMSIZE[sizes.precision]), sizes)
 
@@ -99,12 +85,7 @@ def on_a_rank(numbers: tuple[float, float], sizes: ParallelSizes) -> float:
     return divided / sizes.tensor + replicated / (sizes.tensor if sizes.sequence_parallel else 1)
 
 
-def state_bytes(sizes: ParallelSizes, autocast: bool) -> tuple[int, int, int]:
-    """Return the bytes of a parameter, its gradient and optimizer state; autocast leaves all in float32."""
-    return STATE["float32" if autocast else sizes.precision]
-
-
-def tokens_of(shape: AnyShape, sizes: ParallelSizes, batch: int) -> float:
+def tokens_of(shape: ModelShape, sizes: ParallelSizes, batch: int) -> float:
     """Return the number of tokens of a microbatch on one rank."""
     return batch / (sizes.data * sizes.microbatches) * shape.block_size / sizes.context
 
@@ -117,7 +98,7 @@ def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
 
 
-def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
+def layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int:
     """Return the number of layers of a pipeline rank, in all its stages together."""
     by_stage = layers_by_stage(shape.num_layers, sizes.num_stages)
     if sizes.schedule in V_SHAPED:  # a rank has a stage on the way down, and the one opposite on the way up
@@ -126,10 +107,8 @@ def layers_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> int:
 
 
 def fullest_ranks(sizes: ParallelSizes) -> set[int]:
-    """Return the pipeline ranks of which one holds the most, and one computes the most.
-
-    Rank 1 has as many layers as any other. The first and the last have the ends, or hold the most.
-    """
+    """Return the pipeline ranks of which one holds the most, and one computes the most: those with the ends,
+    and rank 1, which has as many layers as any other."""
     return {0, min(1, sizes.pipeline - 1), sizes.pipeline - 1}
 
 
@@ -138,16 +117,14 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
     return rank == (0 if sizes.schedule in V_SHAPED else sizes.pipeline - 1)
 
 
-def parameters_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
+def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank: its layers, divided by the tensor axis, and its experts."""
     numbers = layers_of(shape, sizes, rank) * shape.dense_parameters
-    if rank == 0:
-        numbers += shape.first_parameters
-    if has_head(sizes, rank) and not (rank == 0 and shape.tied):
-        numbers += shape.end_weights[1]
+    ends = (rank == 0) + (has_head(sizes, rank) and not (rank == 0 and shape.tied))  # embedding, head
+    numbers += ends * shape.head_parameters
     return numbers / sizes.tensor + experts_of(shape, sizes, rank)
 
 
-def experts_of(shape: AnyShape, sizes: ParallelSizes, rank: int) -> float:
+def experts_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank's experts, of which expert ranks have equal shares."""
     return layers_of(shape, sizes, rank) * shape.expert_parameters / sizes.tensor / sizes.expert_ranks

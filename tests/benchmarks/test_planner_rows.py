@@ -6,9 +6,8 @@ from benchmarks import planner
 from hybrid_parallel.planner.machine import MACHINES
 from hybrid_parallel.planner.search import best_by_division, plans
 from hybrid_parallel.planner.shapes import shape_of
-from lab.ranks import run_ranks
 
-FOUND = plans(shape_of("13m"), MACHINES["h100"], 4, 8, "float32")
+FOUND = plans(shape_of("13m"), MACHINES["h100"], 4, 8, precision="float32")
 
 
 def test_the_choice_and_the_best_plan_of_each_division_are_measured_once():
@@ -21,15 +20,10 @@ def test_the_choice_and_the_best_plan_of_each_division_are_measured_once():
 def test_errors_are_medians_and_the_choice_is_compared_with_the_fastest_measured_plan():
     rows = []
     for plan, factor in zip(FOUND[:3], (2.0, 1.0, 1.25), strict=True):
-        seconds, held = plan.step_seconds * factor, round(plan.memory_bytes / factor)
-        rows += planner.rows_of(plan, [([seconds / 2] * 3, 0), ([seconds] * 3, held)], "gpt")
+        seconds, held = plan.step_seconds * factor, round(plan.memory.total / factor)
+        rows += planner.rows_of(plan, [([seconds / 2] * 3, 0), ([seconds] * 3, held)])
     said = planner.summary(rows)
     assert said["median_seconds_error"] == pytest.approx(1 - 1 / 1.25)
     assert said["median_memory_error"] == pytest.approx(0.25, rel=1e-3)
     fastest = min(row["ours"] for row in rows[::2])
     assert said["choice_over_best"] == pytest.approx(rows[0]["ours"] / fastest) != 1
-
-
-def test_the_bytes_of_compressing_a_number_are_measured_for_each_compressor_of_the_planner():
-    [found] = run_ranks(planner.compressing_bytes, 1)
-    assert found.keys() == planner.COMPRESSING_BYTES.keys() and min(found.values()) > 0

@@ -11,7 +11,7 @@ from context_parallel.sequence_cut import SequenceCut
 from hybrid_parallel.planner.machine import Machine, this_machine
 from hybrid_parallel.planner.memory import parameters_of
 from hybrid_parallel.planner.shapes import SHAPES, ModelShape, flops_per_token
-from hybrid_parallel.planner.step_time import COMPRESSING_BYTES, Seconds, TimeModel
+from hybrid_parallel.planner.step_time import Seconds, TimeModel
 from hybrid_parallel.sizes import ParallelSizes
 from lab.launch.threads import own_cores
 from pipeline_parallel.analysis.simulate import Costs, simulate
@@ -91,23 +91,6 @@ def test_a_pipeline_hides_nothing_of_the_data_axis(zero: int):
     assert predict(sizes, machine).data == pytest.approx((3 if zero == 3 else 2) * once)
 
 
-def test_sending_less_costs_the_bytes_of_the_lessons_formulas():
-    numbers = parameters_of(SHAPE, ParallelSizes(data=4, pipeline=2), 0)
-    thin = numbers * 18 / (12 * 4096)  # rows and columns of four matrices d x d and two 4d x d
-    around = 2 * 3 / 4  # a ring of four ranks sends its bytes so often
-    for less, expected in (
-        ({"compress": "bf16"}, around * 2 * numbers),
-        ({"compress": "int8"}, around * 1028 / 1024 * numbers),
-        ({"compress": "topk"}, 3 * 8 * 0.01 * numbers),
-        ({"compress": "powersgd"}, around * 4 * 4 * thin),
-        ({"sync_every": 8}, around * 4 * numbers / 8),
-    ):  # in a pipeline, where nothing is hidden
-        sizes = ParallelSizes(data=4, pipeline=2, **less)
-        assert predict(sizes, machine(1.0)).data == pytest.approx(expected, rel=1e-3), less
-    compressing = predict(ParallelSizes(data=4, compress="int8"), replace(FREE, bandwidth=1.0)).data
-    assert compressing == COMPRESSING_BYTES["int8"] * parameters_of(SHAPE, ParallelSizes(data=4), 0)
-
-
 def test_without_a_pipeline_the_backward_hides_all_but_one_layer():
     sizes, fast = ParallelSizes(data=4), Link(0.0, 1e-3)
     exposed = predict(sizes, replace(FREE, inner=fast)).data
@@ -130,7 +113,7 @@ def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, be
     shape, link = replace(TINY, block_size=240), Link(5.0, beta)
     seconds = predict(ParallelSizes(context=ranks), machine(beta, 5.0), 1, shape)
     pairs = step_pairs(SequenceCut.zigzag(240, ranks))
-    per_pair = 4 * shape.query_width
+    per_pair = 4 * shape.width
     attention = 3 * 240 / ranks * 240 / 2 * per_pair
     expected = ring_seconds(pairs, per_pair, 240 // ranks * 2 * shape.kv_width * 4, link)
     assert seconds.context + attention == pytest.approx(expected, rel=0.02)
@@ -140,7 +123,7 @@ def test_a_ring_takes_what_the_lesson_predicts_for_the_zigzag_cut(ranks: int, be
 def test_all_to_alls_take_the_bytes_of_the_lessons_formula_and_hide_nothing(ranks: int):
     shape = ModelShape(1, 64, num_layers=3, num_heads=16, num_kv_heads=8, width=64)
     sizes = ParallelSizes(context=ranks, attention="all_to_all")
-    tokens, numbers = 64 * 5, shape.query_width + shape.kv_width
+    tokens, numbers = 64 * 5, shape.width + shape.kv_width
     sent = 4 * (ranks - 1) / ranks**2 * tokens * numbers * 4
     assert predict(sizes, machine(1.0), 5, shape).context == pytest.approx(3 * sent)
     assert predict(sizes, machine(1e-9), 5, shape).context == pytest.approx(3 * sent * 1e-9)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hybrid_parallel.planner.shapes import flops_per_token, shape_of_config
+from hybrid_parallel.planner.shapes import ModelShape, flops_per_token
 from lab.models.digits import load_digits
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 
@@ -45,7 +45,7 @@ def test_the_formula_of_operations_is_what_torch_counts(changes):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss_of(GPT(config)(tokens), tokens).backward()
     assert counter.get_total_flops() == tokens.numel() * config.flops_per_token
-    assert config.flops_per_token == flops_per_token(shape_of_config(config))
+    assert config.flops_per_token == flops_per_token(ModelShape(**vars(config)))
 
 
 @pytest.mark.parametrize(
