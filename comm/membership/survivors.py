@@ -7,10 +7,9 @@
 
 Each rank has a connection to rank 0, which the kernel closes when one of the two dies. So rank 0 knows who is
 alive, and must live: if it dies, the others end with a sentence. If a rank is connected, but does not answer
-for `patience` seconds, it hangs. It could wake up later and continue without the others, so all name it and
-end. If a rank of the list dies, the new group does not form, or its first collective fails, and all agree
-again. Systems that can do without any of their ranks take a majority vote (Ongaro and Ousterhout, "In Search
-of an Understandable Consensus Algorithm", 2014).
+for `patience` seconds, it hangs, and could wake up later, so all name it and end. If a rank of the list dies,
+the new group does not form, or its first collective fails, and all agree again. Systems that can do without
+any of their ranks take a majority vote (Ongaro and Ousterhout's Raft, 2014).
 """
 
 import gc
@@ -119,7 +118,8 @@ class Survivors:
                 if agreed := json.loads(self._rank_0.recv_bytes()):
                     return list(agreed)
         except (EOFError, OSError):
-            raise WorkbookError("rank 0 has died, and the others cannot go on without it: start again.") from None
+            cure = "the others cannot go on without it; start all ranks again."
+            raise WorkbookError(f"rank 0 has died, and {cure}") from None
         return [[0], self.names, [], self._round, self.joins]
 
     def _come_back(self) -> None:

@@ -64,8 +64,9 @@ def main(cluster: Cluster, args: ElasticMeshArgs) -> None:
             raise  # a bug in the code, not a death
         except (CommError, LostRank, DistError):  # torch raises the last one if the store's rank dies
             survivors.regroup()
-        sizes = sizes_for(survivors.cluster.world_size, args, sizes)
-        args = dataclasses.replace(args, **dataclasses.asdict(sizes), auto_resume=args.checkpoint is not None)
+        # The first mesh is the same on all ranks; a mesh in between may have formed on some of them only.
+        mesh = dataclasses.asdict(sizes_for(survivors.cluster.world_size, args, sizes))
+        args = dataclasses.replace(args, **mesh, auto_resume=args.checkpoint is not None)
 
 
 def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSizes:
