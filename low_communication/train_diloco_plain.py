@@ -95,7 +95,7 @@ class DiLoCoArgs(LocalArgs):
     sync_every: int = 32
     """Number H of steps between two outer steps."""
     outer_lr: float = 0.7
-    """Learning rate of the outer optimizer. 1 without momentum gives local SGD."""
+    """Learning rate of the outer optimizer, a number. 1 without momentum gives local SGD."""
     outer_momentum: float = 0.9
     """Momentum of the outer optimizer: a number from 0 to less than 1."""
 

@@ -168,7 +168,7 @@ def test_results_are_written_between_the_marks_and_drawn_again_with_the_same_byt
 def test_the_planner_s_choice_is_said_in_words():
     words = plan_in_words(plan_of(pipeline=2, data=2, microbatches=8, recompute=True))
     assert words.startswith("2 (pipeline) x 2 (data) x ")
-    assert words.endswith(", 8 microbatches, schedule 1f1b, recomputation")
+    assert words.endswith(", 8 microbatches, schedule 1f1b, recompute")
 
 
 def test_some_techniques_can_be_chosen_and_what_they_are_compared_with_is_measured():
