@@ -53,10 +53,10 @@ from hybrid_parallel.sizes import refuse_sizes
 from hybrid_parallel.stages import Layers, OneStage, PipelineStages
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
+from lab.models.blocks import recompute_blocks
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from tensor_parallel.parallelize import parallelize
 from training.run import Run
-from zero.train_zero3 import recompute_blocks
 
 
 def put_on_mesh(

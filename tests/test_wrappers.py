@@ -20,6 +20,7 @@ from comm.wire import slow_link
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.models.blocks import recompute_blocks
 from lab.models.model import BabyCNN
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
@@ -59,7 +60,7 @@ from tests.wrappers import (
 )
 from training.report import replica_digests
 from zero.train_zero1 import ZeroOptimizer
-from zero.train_zero3 import FullyShardedDataParallel, recompute_blocks
+from zero.train_zero3 import FullyShardedDataParallel
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -48,7 +48,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
@@ -56,6 +55,7 @@ from comm.script import start
 from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
+from lab.models.blocks import blocks_of, recompute_blocks
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
@@ -385,14 +385,6 @@ def units_of(parameters: list[nn.Parameter], group: Group, compute_dtype: torch.
     return [Unit(kind, group, compute_dtype or dtype) for (_, dtype), kind in kinds.items()]
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the members, with parameters, of the outermost lists. A list in a list has no forward itself."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return [block for child in module.children() for block in blocks_of(child)]
-    members = [blocks_of(member) if isinstance(member, nn.ModuleList) else [member] for member in module]
-    return [block for some in members for block in some if any(True for _ in block.parameters())]
-
-
 def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
     """Return the parameters of the root, and then those of each block.
 
@@ -411,12 +403,6 @@ def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of floating point numbers in another dtype, and others as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def recompute_blocks(module: nn.Module) -> None:
-    """Keep only the inputs of the blocks in module lists; the backward computes what is in them again."""
-    for block in blocks_of(module):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @dataclasses.dataclass

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lab.check import assert_same, gradients
 from lab.cluster import Cluster
+from lab.models.blocks import recompute_blocks
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import TensorParallel, parallelize
 from tests.tensor_parallel.equivalence import gathered, gpt, text
 from training.data import seed_step
-from zero.train_zero3 import recompute_blocks
 
 
 def model_of(cluster: Cluster, sequence_parallel: bool, dropout: float = 0.5) -> TensorParallel:
