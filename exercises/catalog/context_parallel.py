@@ -7,7 +7,7 @@ CUTS = "tests/context_parallel/test_sequence_cut.py::"
 EQUAL = "tests/context_parallel/test_equivalence.py::"
 NARRATED = "tests/context_parallel/test_narrated.py::"
 NOTEBOOK = "11_long_sequences"
-BEHAVIOUR = "tests/context_parallel/test_behaviour.py::"
+TRAFFIC = "tests/context_parallel/test_traffic.py::"
 
 EXERCISES = (
     Exercise(
@@ -128,9 +128,9 @@ EXERCISES = (
         notebook="11_long_sequences",
         target="context_parallel.train_ring_attention.ring_attention",
         tests=(
-            BEHAVIOUR + "test_two_ranks_attend_as_one_process_does",
-            BEHAVIOUR + "test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward",
-            BEHAVIOUR + "test_any_number_of_ranks_and_tokens_attends_as_one_process_does",
+            EQUAL + "test_queries_meet_all_keys_and_gradients_come_home",
+            TRAFFIC + "test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward",
+            EQUAL + "test_any_number_of_ranks_and_tokens_attends_as_one_process_does",
         ),
         difficulty=5,
         minutes=120,

@@ -4,7 +4,6 @@ from exercises.catalog.exercise import Exercise
 
 LAYER = "tests/expert_parallel/test_layer.py::"
 EQUAL = "tests/expert_parallel/test_equivalence.py::"
-BEHAVIOUR = "tests/expert_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -90,9 +89,9 @@ EXERCISES = (
         notebook="12_many_experts",
         target="expert_parallel.train_moe.MixtureOfExperts.forward",
         tests=(
-            BEHAVIOUR + "test_two_ranks_compute_what_one_process_does",
-            BEHAVIOUR + "test_a_token_travels_only_to_its_experts",
-            BEHAVIOUR + "test_a_token_may_pass_several_experts_of_any_ranks",
+            LAYER + "test_tokens_reach_their_experts_and_come_home_in_order",
+            LAYER + "test_a_token_travels_only_to_its_experts",
+            LAYER + "test_a_rank_sends_nothing_to_others",
         ),
         difficulty=4,
         minutes=75,

@@ -6,7 +6,6 @@ LAYERS = "tests/tensor_parallel/test_layers.py::"
 NARRATED = "tests/tensor_parallel/test_narrated.py::"
 CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
 PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
-BEHAVIOUR = "tests/tensor_parallel/test_behaviour.py::"
 
 EXERCISES = (
     Exercise(
@@ -20,7 +19,7 @@ EXERCISES = (
             NARRATED + "test_sequence_parallel_equals_one_process",
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
             LAYERS + "test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several_layers",
-            LAYERS + "test_layers_communicate_within_the_given_group_only",
+            LAYERS + "test_layers_communicate_within_the_given_group_only[3]",
         ),
         difficulty=2,
         minutes=25,
@@ -65,7 +64,7 @@ EXERCISES = (
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
             LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[3]",
             LAYERS + "test_the_bias_of_a_row_layer_is_added_once",
-            LAYERS + "test_layers_communicate_within_the_given_group_only",
+            LAYERS + "test_layers_communicate_within_the_given_group_only[3]",
             NARRATED + "test_sequence_parallel_equals_one_process",
         ),
         difficulty=2,
@@ -98,7 +97,7 @@ EXERCISES = (
             LAYERS + "test_an_embedding_finds_each_token_on_the_rank_that_owns_it[2]",
             LAYERS + "test_an_embedding_finds_each_token_on_the_rank_that_owns_it[3]",
             LAYERS + "test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks",
-            LAYERS + "test_layers_communicate_within_the_given_group_only",
+            LAYERS + "test_layers_communicate_within_the_given_group_only[3]",
         ),
         difficulty=2,
         minutes=20,
@@ -129,10 +128,12 @@ EXERCISES = (
         target="tensor_parallel.layers.ColumnParallelLinear",
         also=("tensor_parallel.layers.RowParallelLinear",),
         tests=(
-            BEHAVIOUR + "test_two_ranks_compute_what_two_plain_layers_do",
-            BEHAVIOUR + "test_any_number_of_ranks_computes_what_two_plain_layers_do",
-            BEHAVIOUR + "test_layers_are_divided_among_the_ranks_of_their_group_only",
-            BEHAVIOUR + "test_forward_and_backward_send_one_all_reduce_each",
+            LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[2]",
+            LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[1]",
+            LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[3]",
+            LAYERS + "test_a_column_and_a_row_layer_equal_two_plain_layers[4]",
+            LAYERS + "test_layers_communicate_within_the_given_group_only[2]",
+            LAYERS + "test_forward_and_backward_send_one_all_reduce_each",
         ),
         difficulty=3,
         minutes=60,

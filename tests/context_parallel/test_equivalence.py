@@ -43,6 +43,11 @@ def test_queries_meet_all_keys_and_gradients_come_home():
     run_ranks(work, 3)
 
 
+def test_any_number_of_ranks_and_tokens_attends_as_one_process_does():
+    for n, length in ((1, 5), (2, 8), (4, 18)):
+        run_ranks(compare_attention, n, RING, length)
+
+
 def test_no_query_attends_to_a_later_key():
     def work(cluster: Cluster) -> None:
         for variant in (CONTIGUOUS_RING, RING):
@@ -182,7 +187,7 @@ def test_a_model_is_refused_that_cannot_be_cut():
     def work(cluster: Cluster) -> None:
         for variant, model, sentence in (
             (ALL_TO_ALL, gpt(num_kv_heads=3), "3 heads of keys and values cannot be divided among 2 ranks"),
-            (Variant(ALL_TO_ALL.attention, RING.cut), gpt(), "needs the tokens in the order of the ranks"),
+            (Variant(False, RING.cut), gpt(), "needs the tokens in the order of the ranks"),
             (RING, torch.nn.Linear(2, 2), "^ContextParallel takes a GPT, not a Linear.$"),
         ):
             with pytest.raises(WorkbookError, match=sentence):

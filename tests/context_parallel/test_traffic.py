@@ -1,7 +1,11 @@
 """The bytes and messages that each rank sends in a step equal the formulas exactly, for any lengths."""
 
+import torch
+
 from context_parallel.cost import all_to_all_layer, ring_layer
-from context_parallel.train_all_to_all_attention import all_to_all_attention
+from context_parallel.parallel_model import SharedSequence
+from context_parallel.sequence_cut import SequenceCut
+from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
@@ -22,7 +26,7 @@ def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Tra
     loss.backward()
     attention = LEDGER.total()
     model.finish_gradient_sync()
-    layer = all_to_all_layer if variant.attention is all_to_all_attention else ring_layer
+    layer = ring_layer if variant.is_ring else all_to_all_layer
     gradients = average_traffic(model.parameters())
     return attention, LEDGER.total() - attention, model.traffic(x.shape, layer) - gradients, gradients
 
@@ -48,7 +52,7 @@ def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens():
             kv_width = D * kv_heads // 12
             for variant in VARIANTS:
                 attention, *_ = counted(variant, tokens, num_layers=layers, num_kv_heads=kv_heads)
-                if variant.attention is all_to_all_attention:
+                if not variant.is_ring:
                     numbers = 4 * (n - 1) * B * tokens * (D + kv_width) // n**2
                     by_op = {e.op: t.bytes_sent for e, t in LEDGER.rows().items() if e.pattern != "header"}
                     assert by_op["all_to_all"] == numbers * layers * ITEM
@@ -57,3 +61,22 @@ def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens():
                     assert attention == Traffic(numbers * layers * ITEM, 3 * (n - 1) * layers), str(variant)
 
     run_ranks(count, 3)
+
+
+def test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward():
+    def work(cluster: Cluster) -> None:
+        n, cut = cluster.world_size, SequenceCut.zigzag(24, cluster.world_size)
+        q, k, v = (torch.ones(1, 2, 24 // n, 4).double().requires_grad_() for _ in range(3))
+        block = k.nbytes + v.nbytes
+        for what, rounds in (("forward", n - 1), ("backward", 2 * n - 1)):
+            LEDGER.clear()
+            if what == "forward":
+                y = ring_attention(q, k, v, SharedSequence(None, cut))
+            else:
+                y.sum().backward()
+            sent = LEDGER.total().bytes_sent / block
+            assert sent <= rounds + 0.2, (
+                f"the {what} on {n} ranks sends the keys and values of {sent:.2f} ranks, and not {rounds}"
+            )
+
+    run_ranks(work, 3)

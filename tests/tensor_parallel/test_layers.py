@@ -36,34 +36,46 @@ def plain_embedding() -> nn.Embedding:
         return nn.Embedding(61, 6).double()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
-    def compare(cluster: Cluster) -> None:
-        first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
-        x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
-        y = second(F.gelu(first(x)))
-        (y * weight).sum().backward()
-        expected = {"y": y.detach(), "x": x.grad, "row.bias": second.bias.grad}
-        expected |= {"column.weight": first.weight.grad, "column.bias": first.bias.grad}
-        expected |= {"row.weight": second.weight.grad}
-        for by_tokens, overlap in itertools.product((False, True), (False, True)):
-            options = {"sequence_parallel": by_tokens, "overlap": overlap}
-            column = ColumnParallelLinear(plain_linear(6, 24, seed=1), **options)
-            row = RowParallelLinear(plain_linear(24, 5, seed=2), sequence_parallel=by_tokens)
-            mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
-            part = mine[0].requires_grad_()
-            ours = row(F.gelu(column(part)))
-            (ours * mine[1]).sum().backward()
-            actual = {"y": ours.detach(), "x": part.grad, "row.bias": row.bias.grad}
-            if by_tokens:
-                actual = {name: gathered(actual[name], 1) for name in ("y", "x")}
-                actual["row.bias"] = summed(row.bias.grad, None)
-            actual |= {"column.weight": gathered(column.weight.grad, 0)}
-            actual |= {"column.bias": gathered(column.bias.grad, 0)}
-            actual |= {"row.weight": gathered(row.weight.grad, 1)}
-            assert_same(actual, expected)
+def compare_pair(cluster: Cluster, by_tokens: bool = False, **options: bool) -> None:
+    """Compare the output and all gradients of a column and a row layer with those of two plain layers."""
+    first, second = plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)
+    x, weight = numbers(2, 12, 6).requires_grad_(), numbers(2, 12, 5)
+    y = second(F.gelu(first(x)))
+    (y * weight).sum().backward()
+    expected = {"y": y.detach(), "x": x.grad, "row.bias": second.bias.grad}
+    expected |= {"column.weight": first.weight.grad, "column.bias": first.bias.grad}
+    expected |= {"row.weight": second.weight.grad}
+    divided = {"sequence_parallel": True} if by_tokens else {}
+    column = ColumnParallelLinear(plain_linear(6, 24, seed=1), **divided, **options)
+    row = RowParallelLinear(plain_linear(24, 5, seed=2), **divided)
+    mine = [own_shard(t.detach(), 1, None).clone() if by_tokens else t.detach() for t in (x, weight)]
+    part, n = mine[0].requires_grad_(), cluster.world_size
+    hidden = column(part)
+    assert hidden.shape[-1] == 24 // n, f"a rank has {hidden.shape[-1]} outputs, and not 24 / n = {24 // n}"
+    ours = row(F.gelu(hidden))
+    (ours * mine[1]).sum().backward()
+    actual = {"y": ours.detach(), "x": part.grad, "row.bias": row.bias.grad}
+    if by_tokens:
+        actual = {name: gathered(actual[name], 1) for name in ("y", "x")}
+        actual["row.bias"] = summed(row.bias.grad, None)
+    actual |= {"column.weight": gathered(column.weight.grad, 0)}
+    actual |= {"column.bias": gathered(column.bias.grad, 0)}
+    actual |= {"row.weight": gathered(row.weight.grad, 1)}
+    assert_same(actual, expected, what=f"output or gradient on {n} ranks:")
 
-    run_ranks(compare, n)
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
+    run_ranks(compare_pair, n)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_with_divided_tokens_and_without_overlap_layers_equal_plain_ones(n: int):
+    def work(cluster: Cluster) -> None:
+        for by_tokens, overlap in ((True, True), (True, False), (False, False)):
+            compare_pair(cluster, by_tokens, overlap=overlap)
+
+    run_ranks(work, n)
 
 
 def test_the_bias_of_a_row_layer_is_added_once():
@@ -105,26 +117,28 @@ def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
     run_ranks(compare, n)
 
 
-def test_layers_communicate_within_the_given_group_only():
+@pytest.mark.parametrize("kinds", [2, 3])
+def test_layers_communicate_within_the_given_group_only(kinds: int):
+    """Two kinds are a column and a row layer; three begin with an embedding, also with divided tokens."""
+
     def compare(cluster: Cluster) -> None:
         group = [dist.new_group([0, 2]), dist.new_group([1, 3])][cluster.rank % 2]
         tokens = torch.arange(12).view(2, 6) + cluster.rank % 2  # each group has its own
-        for by_tokens in (False, True):
-            options = {"group": group, "sequence_parallel": by_tokens}
+        for divided in ({}, {"sequence_parallel": True})[: kinds - 1]:
             plain, cut = (
                 [plain_embedding(), plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)] for _ in "12"
             )
-            kinds = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
-            ours = [kind(layer, **options) for kind, layer in zip(kinds, cut, strict=True)]
+            parallel = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
+            ours = [kind(cut[i], group, **divided) for i, kind in enumerate(parallel) if i >= 3 - kinds]
             found = []
-            for embedding, column, row in (plain, ours):
+            for embedding, column, row in (plain, [*plain[: 3 - kinds], *ours]):
                 h = embedding(tokens)
                 h.retain_grad()
                 y = row(F.gelu(column(h)))
                 y.square().sum().backward()
                 found.append({"output": y.detach(), "gradient": h.grad})
             expected, actual = found
-            if by_tokens:
+            if divided:
                 expected = {name: own_shard(full, 1, group) for name, full in expected.items()}
             assert_same(actual, expected, what="value within a group:")
 
@@ -219,3 +233,24 @@ def test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several
                 assert rows == {"all_reduce": once}
 
     run_ranks(count, 2)
+
+
+def test_forward_and_backward_send_one_all_reduce_each():
+    def work(cluster: Cluster) -> None:
+        n, x = cluster.world_size, torch.ones(3, 6).double().requires_grad_()
+        column = ColumnParallelLinear(plain_linear(6, 24, seed=1))
+        row = RowParallelLinear(plain_linear(24, 4, seed=2))
+        for what, numel in (("forward", 3 * 4), ("backward", 3 * 6)):
+            LEDGER.clear()
+            if what == "forward":
+                y = row(column(x))
+            else:
+                y.sum().backward()
+            rows = LEDGER.rows().items()
+            sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header")
+            formula = 2 * (n - 1) * numel * 8 // n
+            assert sent <= formula, (
+                f"the {what} sends {sent} bytes, and not 2(n-1)/n of {8 * numel} = {formula}"
+            )
+
+    run_ranks(work, 2)
