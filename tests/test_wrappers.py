@@ -1,4 +1,4 @@
-"""Test what all wrappers promise whose ranks have slices of one batch: replicas, ZeRO, and what sends less.
+"""Test what all wrappers promise: replicas, ZeRO, what sends less, and what divides a model or its tokens.
 
 Each has every gradient of one process in float64, for tied, frozen, shared and unused parameters, odd shapes
 and strides, microbatches, groups and any number of ranks. It sends what its formula says, and refuses what
@@ -26,7 +26,10 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from tests.wrappers import (
     BRANCHES,
+    CONTEXTS,
     DEEP,
+    DIVIDED,
+    DTENSORS,
     FEW,
     NAMES,
     OF_PARAMETERS,
@@ -37,6 +40,7 @@ from tests.wrappers import (
     SHARED,
     SIDE_BY_SIDE,
     STAGES,
+    TENSORS,
     TEXT,
     TINY,
     Blocks,
@@ -48,6 +52,7 @@ from tests.wrappers import (
     compare_with_one_process,
     deep_gpt,
     examples,
+    heads_task,
     in_pairs,
     layers,
     mean_square,
@@ -126,6 +131,48 @@ def test_any_number_of_ranks_trains_any_model_as_one_process(n: int):
                 compare_with_one_process(cluster, name, SHARED, (1, 3), "momentum", clip=0.01)
 
     run_ranks(work, n, timeout=120)
+
+
+SOME = ("position_embedding", "blocks.0.attention.q_proj", "blocks.1.mlp.up_proj.bias", "final_norm.w")
+MOST = ("token_embedding", "position_embedding", "blocks.0", "head")
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process(name: str):
+    def work(cluster: Cluster) -> None:
+        compare_with_one_process(cluster, name, heads_task(), (1, 2))
+        if name in DTENSORS:  # torch's clips by its own function
+            return
+        for frozen in (SOME, MOST):
+            task = heads_task(11, frozen=frozen, num_layers=2, tied=False)
+            compare_with_one_process(cluster, name, task, (1,), clip=0.1)
+
+    run_ranks(work, 2, timeout=20)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_any_number_of_ranks_divides_a_model_or_its_tokens_and_trains_as_one_process(n: int):
+    def work(cluster: Cluster) -> None:
+        for name in DIVIDED:
+            compare_with_one_process(cluster, name, heads_task(), (1, 1))
+            if n != 3:
+                continue
+            shared = {"num_kv_heads": 6, "tied": False}  # query heads stay on the rank of their keys
+            compare_with_one_process(cluster, name, heads_task(12, **shared), (1,))
+            for tokens in (1, 17) if name not in DTENSORS else ():
+                compare_with_one_process(cluster, name, heads_task(tokens, **shared), (1,), clip=0.1)
+            if name in TENSORS:
+                compare_with_one_process(cluster, name, heads_task(), (1,), clip=0.1, overlap=False)
+
+    run_ranks(work, n, timeout=60)
+
+
+def test_parameters_that_each_rank_has_count_once_in_the_norm():
+    def work(cluster: Cluster) -> None:
+        for name in (*TENSORS, *CONTEXTS):
+            compare_with_one_process(cluster, name, heads_task(), (1,), clip=1e-3)
+
+    run_ranks(work, 2)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_shards():

@@ -1,6 +1,7 @@
-"""Train any wrapper whose ranks have slices of one batch, and compare each gradient with one process.
+"""Train any wrapper of a model, and compare each gradient with one process.
 
-There are two kinds: wrappers of a module, and optimizers of ZeRO, which get its parameters. All of them are
+There are three kinds: wrappers of a module whose ranks have slices of one batch; optimizers of ZeRO, which
+get its parameters; and wrappers that divide the model or its tokens, whose ranks have the full batch. All are
 called by the names of tables, so that a learner's class may stand in a lesson's place.
 """
 
@@ -13,20 +14,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from comm.collectives import Group, broadcast, use_pattern
+from comm.collectives import Group, all_reduce, broadcast, use_pattern
 from comm.wire.groups import own_group
+from context_parallel.parallel_model import ContextParallel
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.models.model import GPT, GPTConfig, loss_of
+from lab.models.model import GPT, IGNORED, GPTConfig, loss_of
 from lab.models.text import rank_slice
 from low_communication.train_compressed import CompressedDataParallel
 from low_communication.train_hsdp import HybridShardedDataParallel
+from tensor_parallel.parallelize import parallelize
+from tensor_parallel.train_dtensor import DTensorGPT
+from tests.context_parallel.equivalence import VARIANTS, Variant
 from zero.train_fsdp import shard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero1_textbook import TextbookZeroOptimizer
@@ -84,6 +91,24 @@ def fsdp(module: nn.Module, group: Group = None, **options: Any) -> nn.Module:
     return model
 
 
+def dtensor(module: GPT, group: Group = None, **options: Any) -> nn.Module:
+    model = DTensorGPT(module, module.token_embedding.weight.device, **options)
+    model.loss = loss_of
+    return model
+
+
+def cut(variant: Variant) -> Wrap:
+    """`change` changes the model that is cut, before it is used."""
+
+    def wrap(module: GPT, group: Group = None, change: Callable[[GPT], None] | None = None) -> nn.Module:
+        model = ContextParallel(module, variant.attention, variant.cut, variant.kernel, group)
+        if change is not None:
+            change(module)
+        return model
+
+    return wrap
+
+
 OURS: dict[str, Wrap] = {
     "naive": lambda module, group=None: NaiveDataParallel(module, group),
     "overlap": lambda module, group=None: OverlapDataParallel(module, group),
@@ -107,10 +132,23 @@ OF_MODULES: dict[str, Wrap] = REPLICAS | {
     "hsdp": hybrid,
     "fsdp": fsdp,
 }
+TENSORS: dict[str, Wrap] = {
+    "tensor": lambda module, group=None, **options: parallelize(module, group, False, **options),
+    "sequence": lambda module, group=None, **options: parallelize(module, group, True, **options),
+}
+CONTEXTS = dict(
+    zip(("ring", "textbook ring", "contiguous ring", "all to all"), map(cut, VARIANTS), strict=True)
+)
+DTENSORS: dict[str, Wrap] = {
+    "dtensor": dtensor,
+    "sequence dtensor": lambda module, group=None: dtensor(module, sequence_parallel=True),
+}
+DIVIDED = TENSORS | CONTEXTS | DTENSORS
 NAMES = [*REPLICAS, *OF_PARAMETERS, "zero3", "hsdp"]
 SHARDED = ("zero1_textbook", *STAGES, "hsdp")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "sgd": (torch.optim.SGD, {"lr": 1.0}),
+    # On GPUs either all parameters must be DTensors for the default of foreach, or none.
+    "sgd": (torch.optim.SGD, {"lr": 1.0, "foreach": False}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     # The gradient of a key's bias is zero except for rounding, which AdamW would magnify with a smaller eps.
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-3}),
@@ -132,8 +170,8 @@ class Trained:
         use_pattern(pattern, group)
         optimizer_class, defaults = OPTIMIZERS[optimizer]
         self.name, self.module = name, module
-        if name in OF_MODULES:
-            self.model = self.syncing = OF_MODULES[name](module, group, **options)
+        if name not in OF_PARAMETERS:
+            self.model = self.syncing = (OF_MODULES | DIVIDED)[name](module, group, **options)
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
         else:
             for buffer in module.buffers():  # an optimizer does not see them
@@ -144,17 +182,23 @@ class Trained:
                 parameters, optimizer_class, group=group, **options, **defaults
             )
 
-    def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int = 1) -> None:
-        """Compute the gradients of a step from this rank's part of the batch, as the lessons do."""
-        parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
+    def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int = 1) -> Tensor:
+        """Compute the gradients of a step from this rank's part of the batch, and return its loss."""
+        parts, losses = list(zip(*(part.chunk(microbatches) for part in batch), strict=True)), []
         for i, (x, y) in enumerate(parts):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(i == len(parts) - 1)
             elif self.name != "zero2":
                 self.syncing.require_backward_grad_sync = i == len(parts) - 1
-            (loss(self.model, x, y) / microbatches).backward()
+            with loss_parallel() if self.name in DTENSORS else contextlib.nullcontext():
+                is_divided = self.name in DIVIDED
+                of_part = self.model.loss(self.model(x), y) if is_divided else loss(self.model, x, y)
+                (of_part / microbatches).backward()
+            losses.append(of_part.detach())
             if self.name == "zero2" or i == len(parts) - 1:
                 self.syncing.finish_gradient_sync()
+        full = [one.full_tensor() if isinstance(one, DTensor) else one for one in losses]
+        return torch.stack(full).mean()
 
     def step(self) -> dict[str, Tensor]:
         """Let the optimizer step, and return by how much each parameter has become smaller.
@@ -167,7 +211,7 @@ class Trained:
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of the full parameters and buffers, on all ranks."""
-        is_sharded = self.name in ("zero3", "hsdp", "fsdp")
+        is_sharded = self.name in ("zero3", "hsdp", "fsdp", *DIVIDED)
         state = self.model.full_state_dict() if is_sharded else self.module.state_dict()
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
@@ -329,6 +373,30 @@ DEEP = Task(deep_gpt, text_loss, text)
 FEW = Task(few, lambda model, x, y: (model(x) - y).square().mean(), ramp)
 
 
+def heads(
+    seed: int,
+    frozen: Sequence[str] = ("blocks.0.attention.k_proj.bias",),
+    num_layers: int = 1,
+    **changes: Any,
+) -> GPT:
+    """Make a GPT whose 12 heads 1 to 4 ranks divide; of the gradient of a key's bias rounding is all.
+
+    `frozen` lists prefixes of the names of frozen parameters.
+    """
+    sizes = {"block_size": 24, "num_heads": 12, "num_kv_heads": None, "width": 24}
+    model = gpt(seed, **(sizes | changes))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)))
+    return model
+
+
+def heads_task(tokens: int = 12, ignored: int = 0, **changes: Any) -> Task:
+    """`ignored` is the number of first targets in each row that do not count."""
+    text = torch.randint(61, (4, tokens + 1), generator=torch.Generator().manual_seed(2))
+    x, y = text[:, :-1], text[:, 1:].masked_fill(torch.arange(tokens) < ignored, IGNORED)
+    return Task(lambda seed: heads(seed, **changes), text_loss, lambda _: (x, y))
+
+
 def mine(cluster: Cluster, batch: Sequence[Tensor]) -> list[Tensor]:
     return [rank_slice(part, cluster.rank, cluster.world_size) for part in batch]
 
@@ -398,12 +466,20 @@ def compare_with_one_process(
     theirs = optimizer_class(reference.parameters(), **defaults)
     assert_same(ours.state(), reference.state_dict(), 0, f"initial parameter, {what},")
     for step, count in enumerate(microbatches):
-        expected = one_process(reference, lambda model: task.loss(model, *batch))
+        losses = []
+
+        def loss_of_all(model: nn.Module, losses: list = losses) -> Tensor:
+            losses.append(task.loss(model, *batch))
+            return losses[0]
+
+        expected = one_process(reference, loss_of_all)
         if name in OF_PARAMETERS:
             ours.optimizer.zero_grad()
         else:
             ours.optimizer.zero_grad(set_to_none=step % 2 == 0)
-        ours.accumulate(task.loss, mine(cluster, batch), count)
+        loss = ours.accumulate(task.loss, batch if name in DIVIDED else mine(cluster, batch), count)
+        all_reduce(loss, op="mean", group=options.get("group"))
+        assert_same({"loss": loss}, {"loss": losses[0].detach()}, what=f"loss, {what}, step {step},")
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
             assert_same({"norm": ours.syncing.clip_grad_norm_(clip)}, {"norm": norm}, what=f"norm, {what},")

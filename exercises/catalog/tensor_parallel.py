@@ -5,6 +5,7 @@ from exercises.catalog.exercise import Exercise
 LAYERS = "tests/tensor_parallel/test_layers.py::"
 NARRATED = "tests/tensor_parallel/test_narrated.py::"
 CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
+WRAPPERS = "tests/test_wrappers.py::"
 PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
 
 EXERCISES = (
@@ -229,8 +230,8 @@ EXERCISES = (
         target="tensor_parallel.parallelize.TensorParallel.with_own_tokens_only",
         also=("tensor_parallel.parallelize.TensorParallel.finish_gradient_sync",),
         tests=(
-            PARALLELIZE + "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process",
-            PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+            WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[sequence]",
+            WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[tensor]",
             PARALLELIZE + "test_gradients_count_once_however_backwards_and_synchronisation_alternate",
         ),
         difficulty=3,

@@ -2,6 +2,7 @@
 
 from exercises.mutants import mutant
 
+WRAPPERS = "tests/test_wrappers.py::"
 EQUIVALENCE = "tests/context_parallel/test_equivalence.py::"
 
 mutant(
@@ -54,7 +55,7 @@ mutant(
             "        all_reduce(parameter.grad, group=self.group)"
         ),
     },
-    killer=EQUIVALENCE + "test_the_terms_of_all_ranks_add_up_to_each_gradient",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[ring]",
     cause="sum",
     symptom="With SGD the learning rate grows with the number of ranks. With Adam nothing is noticed.",
 )

@@ -3,7 +3,7 @@
 from exercises.mutants import mutant
 
 LAYERS = "tests/tensor_parallel/test_layers.py::"
-PARALLELIZE = "tests/tensor_parallel/test_parallelize.py::"
+WRAPPERS = "tests/test_wrappers.py::"
 DROPOUT = "tests/tensor_parallel/test_dropout.py::"
 CROSS_ENTROPY = "tests/tensor_parallel/test_cross_entropy.py::"
 
@@ -47,7 +47,7 @@ mutant(
     changes={
         "reducing = all_reduce(grad_x, group=ctx.group, async_op=True)": "reducing = None",
     },
-    killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[tensor]",
     cause="not added up over the ranks",
 )
 
@@ -60,7 +60,7 @@ mutant(
             "positions_t[: len(own_shard(positions_t, 0, self._group))]"
         ),
     },
-    killer=PARALLELIZE + "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[sequence]",
 )
 
 mutant(
@@ -107,7 +107,7 @@ mutant(
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={", uncounted=uncounted": ""},
-    killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
+    killer=WRAPPERS + "test_parameters_that_each_rank_has_count_once_in_the_norm",
 )
 
 mutant(
@@ -119,7 +119,7 @@ mutant(
             "nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)"
         ),
     },
-    killer=PARALLELIZE + "test_replicated_parameters_count_once_in_the_norm",
+    killer=WRAPPERS + "test_parameters_that_each_rank_has_count_once_in_the_norm",
     fails_with="shard only",
 )
 
@@ -131,7 +131,7 @@ mutant(
     ),
     target="tensor_parallel.parallelize.TensorParallel.finish_gradient_sync",
     changes={"average_gradients(parameters, self.group)": ""},
-    killer=PARALLELIZE + "test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[sequence]",
     cause="not averaged over the ranks",
 )
 
@@ -140,7 +140,7 @@ mutant(
     "Embeddings are wrong: each rank adds its first row for every token that another rank owns.",
     target="tensor_parallel.layers.VocabParallelEmbedding.forward",
     changes={" * is_own.unsqueeze(-1)": ""},
-    killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[tensor]",
 )
 
 mutant(
@@ -148,7 +148,7 @@ mutant(
     "The loss is slightly too large: the padding of the vocabulary gets a share of the probability.",
     target="tensor_parallel.parallelize.TensorParallel.loss",
     changes={"self.plain.config.vocab_size": "None"},
-    killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[tensor]",
 )
 
 mutant(
@@ -187,5 +187,5 @@ mutant(
             "y = gather_from_ranks(own, -1, self.group, term.shape[-1])"
         ),
     },
-    killer=PARALLELIZE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=WRAPPERS + "test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process[tensor]",
 )

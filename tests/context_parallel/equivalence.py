@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.collectives import all_reduce
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.parallel_model import AttentionFunction, ContextParallel, Cut, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
@@ -16,8 +15,8 @@ from context_parallel.train_all_to_all_attention import all_to_all_attention
 from context_parallel.train_ring_attention import ring_attention
 from lab.check import assert_same
 from lab.cluster import Cluster
-from lab.models.model import GPT, IGNORED, GPTConfig, loss_of
-from tests.one_process import RTOL, train_both
+from lab.models.model import GPT, GPTConfig
+from tests.one_process import RTOL
 
 
 @dataclass(frozen=True)
@@ -108,50 +107,3 @@ def compare_attention(
     actual, expected = results
     what = f"{variant}, {length} tokens, {documents}, {cluster.world_size} ranks"
     assert_same(actual, {name: own(x) for name, x in expected.items()}, RTOL, f"result of {what},")
-
-
-def mean_over_tokens(loss: Tensor) -> Tensor:
-    """Return the loss of all tokens, which is the mean of the ranks' losses."""
-    mean = loss.detach().clone()
-    all_reduce(mean, op="mean")
-    return mean
-
-
-def compare_with_one_process(
-    cluster: Cluster,
-    variant: Variant,
-    length: int = 17,
-    steps: int = 2,
-    frozen: Sequence[str] = (),
-    backwards: int = 1,
-    change: Callable[[GPT], None] | None = None,
-    ignored: int = 0,
-    **changes: Any,
-) -> None:
-    """Compare the loss in each step, and what train_both does. The first `ignored` targets do not count.
-
-    `frozen` lists prefixes of the names of frozen parameters, and `backwards` is the number of batches in a
-    step. `change` changes the model that is cut, before it is used.
-    """
-    what = f"{variant}, {changes}, {length} tokens, {cluster.world_size} ranks"
-    reference, plain = (gpt(seed, **changes) for seed in (0, cluster.rank))
-    for model in (reference, plain):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(tuple(frozen)))
-    ours = variant.wrap(plain)
-    if change is not None:
-        change(ours.module)
-
-    def backward(step: int) -> None:
-        for number in range(backwards):
-            x, y = text(length, seed=2 + number)
-            y = y.masked_fill(torch.arange(length) < ignored, IGNORED)
-            expected_loss = loss_of(reference(x), y)
-            expected_loss.backward()
-            loss = ours.loss(ours(x), y)
-            loss.backward()
-            found = {"loss": mean_over_tokens(loss)}
-            assert_same(found, {"loss": expected_loss.detach()}, RTOL, f"loss, {what}, step {step},")
-        ours.finish_gradient_sync()
-
-    train_both(reference, ours.module, backward, steps=steps, what=what)

@@ -17,8 +17,6 @@ from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import SHORT, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.run_modes import train
-from tests.tensor_parallel import equivalence as tensor_parallel
-from tests.tensor_parallel import test_native as dtensors
 from tests.wrappers import Task
 
 SLOW = "0.002"  # seconds
@@ -52,12 +50,13 @@ def test_zero_equals_one_process(stage: str):
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_on_gpus_equals_one_process(sequence_parallel: bool):
+@pytest.mark.parametrize("name", [*wrappers.TENSORS, *wrappers.DTENSORS])
+def test_tensor_parallel_on_gpus_equals_one_process(name: str):
     def compare(cluster: Cluster) -> None:
-        tensor_parallel.compare_with_one_process(cluster, sequence_parallel, clip=0.5, steps=3)
-        if dist.get_backend() == "nccl":  # DTensors need it
-            dtensors.compare_with_one_process(cluster, sequence_parallel)
+        if name in wrappers.TENSORS or dist.get_backend() == "nccl":  # DTensors need it
+            clip = 0.5 if name in wrappers.TENSORS else None
+            task = on(cluster.device, wrappers.heads_task(num_layers=2))
+            wrappers.compare_with_one_process(cluster, name, task, (1, 1, 1), clip=clip)
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 

@@ -1,4 +1,4 @@
-"""Test that PyTorch's DTensors train lab's GPT as one process does, and send what the formula says."""
+"""Test what PyTorch's DTensors send, and what they refuse. tests/test_wrappers.py trains them."""
 
 from typing import Any
 
@@ -6,14 +6,13 @@ import pytest
 from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from lab.check import assert_same, gradients, parameters
+from lab.check import assert_same, gradients
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import RankError, run_ranks
 from lab.trace.ledger import LEDGER
 from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests.dtensors import full_tensors
-from tests.one_process import RTOL, train_both
 from tests.tensor_parallel.equivalence import gpt, text
 
 
@@ -22,35 +21,6 @@ def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
         loss: Any = loss_of(model(x), y)  # a DTensor
         loss.backward()
     return loss.detach().full_tensor()
-
-
-def compare_with_one_process(cluster: Cluster, sequence_parallel: bool, **changes: Any) -> None:
-    """Compare the loss, what train_both does, and the saved state."""
-    what = f"{changes}, sequence_parallel {sequence_parallel}, {cluster.world_size} ranks"
-    reference, plain = (gpt(seed, **changes).to(cluster.device) for seed in (0, cluster.rank))
-    native = DTensorGPT(plain, cluster.device, sequence_parallel)
-    x, y = (part.to(cluster.device) for part in text())
-
-    def backward(step: int) -> None:
-        expected = loss_of(reference(x), y)
-        expected.backward()
-        loss = one_backward(native, x, y)
-        if step:  # without this call, full_tensor() reduces what is Partial
-            native.finish_gradient_sync()
-        assert_same({"loss": loss}, {"loss": expected.detach()}, RTOL, f"loss, {what},")
-
-    train_both(reference, native.module, backward, full_tensors, what=what)
-    saved = gpt(1, **changes)
-    saved.load_state_dict(native.full_state_dict())
-    assert_same(parameters(saved), parameters(reference), RTOL, f"parameter, {what},")
-
-
-def test_every_gradient_and_parameter_equals_one_process():
-    def compare(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, sequence_parallel=False, num_layers=1)
-        compare_with_one_process(cluster, True, num_layers=1, tied=False, num_kv_heads=6)
-
-    run_ranks(compare, 3)
 
 
 def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says():

@@ -1,7 +1,5 @@
 """Test that a tensor parallel model trains as the plain model does on one process."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,69 +12,16 @@ from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
 from tests.one_process import RTOL
-from tests.tensor_parallel.equivalence import (
-    compare_mlp_with_one_process,
-    compare_with_one_process,
-    full_tensors,
-    gathered,
-    gpt,
-    text,
-)
+from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
+from tests.wrappers import Task, compare_with_one_process
 from training.report import replica_digests
-
-
-@pytest.mark.parametrize("n", [1, 3, 4])  # the short tests have two
-def test_every_gradient_and_parameter_equals_one_process(n: int):
-    def compare(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            compare_with_one_process(cluster, sequence_parallel, num_layers=1)
-            if n == 3:
-                untied = {"overlap": False, "tied": False, "clip": 0.1, "steps": 1}
-                compare_with_one_process(cluster, sequence_parallel, **untied)
-
-    run_ranks(compare, n)
-
-
-def test_two_ranks_have_the_gradients_of_one_process():
-    run_ranks(lambda cluster: compare_with_one_process(cluster, num_layers=1), 2)
-
-
-def test_two_ranks_with_sequence_parallel_have_the_gradients_of_one_process():
-    run_ranks(lambda cluster: compare_with_one_process(cluster, True, num_layers=1), 2)
-
-
-def test_replicated_parameters_count_once_in_the_norm():
-    run_ranks(lambda cluster: compare_with_one_process(cluster, clip=1e-3, steps=1, num_layers=1), 2)
-
-
-def test_shared_keys_and_any_number_of_tokens_change_nothing():
-    """Query heads stay on the rank of the keys and values that they share."""
-
-    def compare(cluster: Cluster) -> None:
-        heads = {"num_kv_heads": 6, "num_layers": 1}
-        compare_with_one_process(cluster, **heads)
-        for time in (1, 11, 16):
-            compare_with_one_process(cluster, True, time=time, steps=1, **heads)
-
-    run_ranks(compare, 3)
-
-
-def test_frozen_parameters_have_no_gradient_and_the_others_have_one():
-    some = ["position_embedding", "blocks.0.attention.q_proj", "blocks.1.mlp.up_proj.bias", "final_norm.w"]
-    most = ["token_embedding", "position_embedding", "blocks.0", "head"]
-
-    def compare(cluster: Cluster) -> None:
-        for sequence_parallel, frozen in itertools.product((False, True), (some, most)):
-            options = {"frozen": frozen, "tied": False, "clip": 0.1, "steps": 1}
-            compare_with_one_process(cluster, sequence_parallel, **options)
-
-    run_ranks(compare, 2)
 
 
 def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers():
     def compare(cluster: Cluster) -> None:
         for sizes in ([7, 12, 5, 24, 3], [7, 12, 5, 12], [7, 12]):
-            compare_mlp_with_one_process(cluster, sizes, clip=0.1)
+            task = Task(lambda seed, sizes=sizes: MLP(sizes, seed).double())
+            compare_with_one_process(cluster, "tensor", task, (1, 3), clip=0.1)
 
     run_ranks(compare, 3)
 

@@ -17,7 +17,6 @@ from lab.models.model import IGNORED, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import table_of
 from tests import wrappers
-from tests.context_parallel import equivalence as contexts
 from tests.expert_parallel import equivalence as experts
 from tests.hybrid_parallel import equivalence as hybrid
 from tests.pipeline_parallel import equivalence as pipelines
@@ -120,8 +119,8 @@ def test_gradients_of_pipelines_are_those_of_one_process():
 
 def test_gradients_of_sequences_that_are_cut_are_those_of_one_process():
     def work(cluster: Cluster) -> None:
-        for variant in contexts.VARIANTS:
-            contexts.compare_with_one_process(cluster, variant, ignored=7)
+        for name in wrappers.CONTEXTS:
+            wrappers.compare_with_one_process(cluster, name, wrappers.heads_task(17, ignored=7), (1, 1))
 
     run_ranks(work, 3)
 
