@@ -16,7 +16,6 @@ from context_parallel.train_ring_attention import ring_attention
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
-from tests.one_process import RTOL
 
 
 @dataclass(frozen=True)
@@ -106,4 +105,4 @@ def compare_attention(
         results.append({"y": y.detach()} | named)
     actual, expected = results
     what = f"{variant}, {length} tokens, {documents}, {cluster.world_size} ranks"
-    assert_same(actual, {name: own(x) for name, x in expected.items()}, RTOL, f"result of {what},")
+    assert_same(actual, {name: own(x) for name, x in expected.items()}, what=f"result of {what},")

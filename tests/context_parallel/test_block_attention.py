@@ -8,7 +8,6 @@ from context_parallel.block_attention import KERNELS, NO_KEY, join_results
 from context_parallel.sequence_cut import AttentionPart
 from lab.check import assert_same
 from tests.context_parallel.equivalence import qkv
-from tests.one_process import RTOL
 
 QUERIES, KEYS = 5, 7
 
@@ -51,7 +50,7 @@ def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel):
         results = [kernel.attend(q, *part, end) for part, end in zip(parts, ends, strict=True)]
         joined = dict(zip(("y", "lse"), join_results(*results[0], *results[1]), strict=True))
         expected = dict(zip(("y", "lse"), softmax_attention(q, k, v), strict=True))
-        assert_same(joined, expected, RTOL, f"joined results of {border} keys and of the others,")
+        assert_same(joined, expected, what=f"joined results of {border} keys and of the others,")
 
 
 def test_joining_with_the_result_of_no_key_changes_nothing():
@@ -68,7 +67,7 @@ def test_scores_that_exp_cannot_hold_are_joined():
     far = torch.tensor([[[1000.0]]], dtype=torch.float64)
     ones = torch.ones(1, 1, 1, 2, dtype=torch.float64)
     y, lse = join_results(ones, far, 3 * ones, far)
-    assert_same({"y": y, "lse": lse}, {"y": 2 * ones, "lse": far + torch.tensor(2.0).double().log()}, RTOL)
+    assert_same({"y": y, "lse": lse}, {"y": 2 * ones, "lse": far + torch.tensor(2.0).double().log()})
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -94,7 +93,7 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         gradients = kernel.backward(dy, q, k, v, own_y, of_all, part)
         for name, leaf, gradient in zip(("dq", "dk", "dv"), leaves, gradients, strict=True):
             expected[name], found[name] = leaf.grad, gradient
-        assert_same(found, expected, RTOL, f"result of {kernel.attend.__name__} under {part},")
+        assert_same(found, expected, what=f"result of {kernel.attend.__name__} under {part},")
 
 
 def test_the_fused_kernel_takes_tensors_with_any_strides():
@@ -103,10 +102,10 @@ def test_the_fused_kernel_takes_tensors_with_any_strides():
     turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, dy)]
     y, lse = textbook.attend(q, k, v, EVERYTHING)
     names, found = ("y", "lse"), fused.attend(*turned[:3], EVERYTHING)
-    assert_same(dict(zip(names, found, strict=True)), {"y": y, "lse": lse}, RTOL, "result")
+    assert_same(dict(zip(names, found, strict=True)), {"y": y, "lse": lse}, what="result")
     one = torch.ones((), dtype=q.dtype).expand(q.shape)  # what the backward of sum() gives
     for own_dy, their_dy in ((turned[3], dy), (one, one)):
         found = fused.backward(own_dy, *turned[:3], y, lse, EVERYTHING)
         right = textbook.backward(their_dy, q, k, v, y, lse, EVERYTHING)
         names = ("dq", "dk", "dv")
-        assert_same(dict(zip(names, found, strict=True)), dict(zip(names, right, strict=True)), RTOL)
+        assert_same(dict(zip(names, found, strict=True)), dict(zip(names, right, strict=True)))

@@ -11,7 +11,6 @@ from lab.models.model import MLP, loss_of
 from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
-from tests.one_process import RTOL
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
 from tests.wrappers import Task, compare_with_one_process
 from training.report import replica_digests
@@ -39,7 +38,7 @@ def test_gradients_count_once_however_backwards_and_synchronisation_alternate():
                     loss_of(plain(tokens), tokens).backward()
                     ours.loss(ours(tokens), tokens).backward()
             found = full_tensors(ours, gradients(ours.module))
-            assert_same(found, gradients(plain), RTOL, f"gradient, {program},")
+            assert_same(found, gradients(plain), what=f"gradient, {program},")
 
     run_ranks(work, 2)
 
