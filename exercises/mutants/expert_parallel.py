@@ -15,7 +15,7 @@ mutant(
             "f_E = chosen_E.to(probabilities_tE.dtype) / chosen_E.sum()"
         ),
     },
-    killer=EQUIVALENCE + "test_the_auxiliary_loss_counts_the_tokens_of_all_ranks",
+    killer=EQUIVALENCE + "test_experts_train_as_one_process_with[an auxiliary loss of all ranks]",
     symptom="With a balancing loss, training depends on the number of ranks.",
 )
 
@@ -53,7 +53,7 @@ mutant(
     "The loss falls, and the router stays as it was made: it gets no gradient of the loss.",
     target="expert_parallel.train_moe.Router.forward",
     changes={"probabilities_tE.gather(1": "probabilities_tE.detach().gather(1"},
-    killer=EQUIVALENCE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=EQUIVALENCE + "test_experts_train_as_one_process_with[two ranks]",
     symptom="The loss falls, and a few experts get nearly all tokens from the first step to the last.",
 )
 
@@ -62,7 +62,7 @@ mutant(
     "The loss falls, and an expert learns from the gradients of other experts, which lie on the other ranks.",
     target="expert_parallel.train_moe.ExpertParallel.finish_gradient_sync",
     changes={"self.groups.replicas": "self.groups.everyone"},
-    killer=EQUIVALENCE + "test_an_expert_is_averaged_over_its_replicas_only",
+    killer=EQUIVALENCE + "test_experts_train_as_one_process_with[replicas of some experts]",
     symptom="With a copy of each expert on one rank in two, the loss falls more slowly than on one process.",
 )
 
@@ -77,7 +77,7 @@ mutant(
             "        parameter.grad /= self.groups.num_expert_ranks"
         ): "",
     },
-    killer=EQUIVALENCE + "test_two_ranks_have_the_gradients_of_one_process",
+    killer=EQUIVALENCE + "test_experts_train_as_one_process_with[two ranks]",
     cause="sum over ranks that should be a mean",
     symptom="With SGD experts diverge when many ranks share them, and with Adam the loss looks normal.",
 )
@@ -92,6 +92,6 @@ mutant(
             "return (x_btd + y_btd) * (y_btd != 0).any(-1, keepdim=True)"
         ),
     },
-    killer=EQUIVALENCE + "test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual",
+    killer=EQUIVALENCE + "test_experts_train_as_one_process_with[a capacity]",
     symptom="With a capacity the loss stays higher than the dropped tokens explain.",
 )

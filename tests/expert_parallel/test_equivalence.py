@@ -1,6 +1,7 @@
 """Test that experts on several ranks have the gradients of one process that computes token by token."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,47 @@ from lab.trace.ledger import LEDGER
 from tests.expert_parallel.equivalence import compare_with_one_process
 from tests.expert_parallel.reference import gpt, text
 
+# The number of ranks, and the options of each comparison.
+CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
+    "two ranks": (2, [{"moe": MoEConfig(4, 1)}, {"moe": MoEConfig(4, 2)}]),
+    "replicas of some experts": (4, [{"moe": MoEConfig(4, 2), "expert_ranks": 2}]),
+    # This is plain data parallelism.
+    "replicas of all experts": (2, [{"moe": MoEConfig(4, 2), "expert_ranks": 1, "balance": "aux"}]),
+    # A token that no expert takes leaves the block with its residual.
+    "a capacity": (2, [{"moe": MoEConfig(4, 1, 0.5)}, {"moe": MoEConfig(4, 2, 1.0)}]),
+    "an auxiliary loss of all ranks": (2, [{"moe": MoEConfig(4, 1), "balance": "aux"}]),
+    "a bias by the counts of all ranks": (2, [{"moe": MoEConfig(4, 2), "balance": "bias", "steps": 4}]),
+    "no token for a rank": (4, [{"moe": MoEConfig(8, 2), "without_tokens": (4, 5)}]),  # the experts of rank 2
+    "all options": (
+        4,
+        [
+            {"moe": MoEConfig(8, 2, 1.0, True), "expert_ranks": 2, "balance": "bias", "tied": False},
+            {
+                **{"moe": MoEConfig(8, 2, 1.0, True), "expert_ranks": 2, "balance": "aux", "steps": 1},
+                "frozen": ("router", "shared"),
+            },
+        ],
+    ),
+    # An expert on one rank only, and all that is before the layer, so that its input is a constant.
+    "frozen parameters": (
+        2,
+        [
+            {"moe": MoEConfig(2, 2), "frozen": frozen, "tied": False}
+            for frozen in (("experts.1.",), ("embedding", "norm", "attention", "router", "experts.0."))
+        ],
+    ),
+}
 
-def test_two_ranks_have_the_gradients_of_one_process():
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_train_as_one_process_with(case: str):
+    n, comparisons = CASES[case]
+
     def work(cluster: Cluster) -> None:
-        for k in (1, 2):
-            compare_with_one_process(cluster, MoEConfig(4, k))
+        for options in comparisons:
+            compare_with_one_process(cluster, **options)
 
-    run_ranks(work, 2)
+    run_ranks(work, n, timeout=30)
 
 
 def test_the_rank_of_an_expert_changes_neither_its_weights_nor_its_gradients():
@@ -31,69 +66,6 @@ def test_the_rank_of_an_expert_changes_neither_its_weights_nor_its_gradients():
         return compare_with_one_process(cluster, moe, balance="aux", steps=1)
 
     assert len({digest for n in (1, 2, 3) for digest in run_ranks(work, n)}) == 1
-
-
-def test_an_expert_is_averaged_over_its_replicas_only():
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, MoEConfig(4, 2), expert_ranks=2)
-
-    run_ranks(work, 4)
-
-
-def test_replicas_of_all_experts_are_plain_data_parallelism():
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, MoEConfig(4, 2), expert_ranks=1, balance="aux")
-
-    run_ranks(work, 2)
-
-
-def test_a_token_that_no_expert_takes_leaves_the_block_with_its_residual():
-    def work(cluster: Cluster) -> None:
-        for k, capacity in ((1, 0.5), (2, 1.0)):
-            compare_with_one_process(cluster, MoEConfig(4, k, capacity))
-
-    run_ranks(work, 2)
-
-
-def test_the_auxiliary_loss_counts_the_tokens_of_all_ranks():
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, MoEConfig(4, 1), balance="aux")
-
-    run_ranks(work, 2)
-
-
-def test_the_bias_moves_by_the_counts_of_all_ranks():
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, MoEConfig(4, 2), balance="bias", steps=4)
-
-    run_ranks(work, 2)
-
-
-def test_tokens_choose_no_expert_of_a_rank():
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, MoEConfig(8, 2), without_tokens=(4, 5))  # all experts of rank 2
-
-    run_ranks(work, 4)
-
-
-def test_all_options_together():
-    def work(cluster: Cluster) -> None:
-        moe = MoEConfig(8, 2, 1.0, shared=True)
-        compare_with_one_process(cluster, moe, 2, balance="bias", tied=False)
-        compare_with_one_process(cluster, moe, 2, balance="aux", frozen=("router", "shared"), steps=1)
-
-    run_ranks(work, 4)
-
-
-def test_frozen_parameters_stay_and_no_rank_waits_for_them():
-    def work(cluster: Cluster) -> None:
-        for frozen in (
-            ("experts.1.",),  # on one rank only
-            ("embedding", "norm", "attention", "router", "experts.0."),  # the layer's input is a constant
-        ):
-            compare_with_one_process(cluster, MoEConfig(2, 2), frozen=frozen, tied=False)
-
-    run_ranks(work, 2, timeout=30)
 
 
 def test_only_tokens_for_other_ranks_are_sent():
