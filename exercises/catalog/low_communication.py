@@ -3,8 +3,7 @@
 from exercises.catalog.exercise import Exercise
 
 NARRATED = "tests/low_communication/test_narrated.py::"
-LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
-PLAIN = "tests/low_communication/test_diloco_plain.py::"
+AVERAGING = "tests/low_communication/test_averaging.py::"
 COMPRESSED = "tests/low_communication/test_compressed.py::"
 WRAPPERS = "tests/test_wrappers.py::"
 HSDP = "tests/low_communication/test_hsdp.py::"
@@ -20,10 +19,9 @@ EXERCISES = (
         target="low_communication.train_local_sgd.LocalSGD.average",
         tests=(
             NARRATED + "test_averaging_parameters_is_averaging_gradients_for_one_step_only",
-            LOCAL_SGD + "test_ranks_average_within_their_group",
-            LOCAL_SGD + "test_it_sends_a_rings_bytes_once_in_h_steps",
-            LOCAL_SGD + "test_frozen_unused_and_permuted_parameters_equal_workers_in_one_process",
-            LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
+            AVERAGING + "test_the_mean_is_over_the_ranks_of_a_group[local SGD]",
+            AVERAGING + "test_local_sgd_sends_a_rings_bytes_once_in_h_steps",
+            AVERAGING + "test_two_ranks_equal_workers_in_one_process[local SGD]",
         ),
         difficulty=1,
         minutes=15,
@@ -56,9 +54,9 @@ EXERCISES = (
         target="low_communication.train_diloco_plain.DiLoCo.outer_step",
         tests=(
             NARRATED + "test_diloco_takes_the_mean_change_of_the_ranks_as_a_gradient",
-            PLAIN + "test_the_mean_is_over_the_ranks_of_a_group",
-            PLAIN + "test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing",
-            PLAIN + "test_three_rounds_of_two_ranks_equal_workers_in_one_process",
+            AVERAGING + "test_the_mean_is_over_the_ranks_of_a_group[DiLoCo]",
+            AVERAGING + "test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing",
+            AVERAGING + "test_two_ranks_equal_workers_in_one_process[DiLoCo]",
         ),
         difficulty=2,
         minutes=20,

@@ -2,9 +2,7 @@
 
 from exercises.mutants import mutant
 
-LOCAL_SGD = "tests/low_communication/test_local_sgd.py::"
-DILOCO = "tests/low_communication/test_diloco.py::"
-PLAIN = "tests/low_communication/test_diloco_plain.py::"
+AVERAGING = "tests/low_communication/test_averaging.py::"
 COMPRESSED = "tests/low_communication/test_compressed.py::"
 IDENTITY = COMPRESSED + "test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained"
 
@@ -81,7 +79,7 @@ mutant(
     "The losses are not those of torch's averager: each average throws the optimizer's state away.",
     target="low_communication.train_local_sgd.LocalSGD.average",
     changes={"self.steps = 0": "self.steps = 0\noptimizer.state.clear()"},
-    killer=LOCAL_SGD + "test_state_stays_on_its_rank_or_is_averaged_with_average_state",
+    killer=AVERAGING + "test_two_ranks_equal_workers_in_one_process[local SGD]",
     symptom="The replicas are equal, but the losses are not those of torch's averager.",
 )
 
@@ -90,7 +88,7 @@ mutant(
     "The loss rises: the ranks' change has the other sign, so the outer optimizer goes back.",
     target="low_communication.train_diloco_plain.DiLoCo.outer_step",
     changes={"change = self.anchor - self.flat()": "change = self.flat() - self.anchor"},
-    killer=PLAIN + "test_an_outer_rate_of_1_without_momentum_is_local_sgd",
+    killer=AVERAGING + "test_an_outer_rate_of_1_without_momentum_is_local_sgd",
 )
 
 mutant(
@@ -98,7 +96,7 @@ mutant(
     "The more ranks there are, the farther an outer step goes: it takes the sum of the ranks' changes.",
     target="low_communication.train_diloco_plain.DiLoCo.outer_step",
     changes={'all_reduce(change, "mean", self.group)': 'all_reduce(change, "sum", self.group)'},
-    killer=PLAIN + "test_the_mean_is_over_the_ranks_of_a_group",
+    killer=AVERAGING + "test_the_mean_is_over_the_ranks_of_a_group[DiLoCo]",
     symptom="With several ranks the loss rises after each outer step, and on one rank it falls.",
 )
 
@@ -112,7 +110,7 @@ mutant(
             "self.momentum.mul_(kept).add_(change)"
         ),
     },
-    killer=DILOCO + "test_momentum_is_the_same_on_all_ranks_after_two_rounds",
+    killer=AVERAGING + "test_two_ranks_equal_workers_in_one_process[streaming DiLoCo]",
 )
 
 mutant(
@@ -120,7 +118,7 @@ mutant(
     "Parameters are averaged with other parameters: each rank begins its round with another fragment.",
     target="low_communication.train_diloco.StreamingDiLoCo.__init__",
     changes={"due = (i + 1) * sync_every": "due = (i + 1 + torch.distributed.get_rank(group)) * sync_every"},
-    killer=DILOCO + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
+    killer=AVERAGING + "test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks",
     symptom="With fragments the ranks stop, because their messages have different sizes. With fragments of "
     "equal size they go on, and the parameters are wrong.",
 )
@@ -130,7 +128,7 @@ mutant(
     "With a delay the loss falls more slowly: the new anchor replaces what was learned while it travelled.",
     target="low_communication.train_diloco.StreamingDiLoCo._receive",
     changes={"fragment.flat() + (fragment.anchor - sent_parameters)": "fragment.anchor"},
-    killer=DILOCO + "test_fragments_arrive_after_their_delay_and_ranks_keep_what_they_learned_meanwhile",
+    killer=AVERAGING + "test_two_ranks_equal_workers_in_one_process[streaming DiLoCo]",
     symptom="The longer the delay is, the more slowly the loss falls.",
 )
 

@@ -67,13 +67,17 @@ class Workers:
     def mean(self, name: str) -> Tensor:
         return torch.stack([named[name].detach() for named in self.named]).mean(0)
 
-    def average(self) -> None:
-        """Give all workers the mean of their parameters."""
+    def average(self, averages_state: bool = False) -> None:
+        """Give all workers the mean of their parameters, and perhaps of AdamW's state."""
         with torch.no_grad():
             for name in self.trained:
-                mean = self.mean(name)
+                mean, states = self.mean(name), self.states(name)
                 for named in self.named:
                     named[name].copy_(mean)
+                for key in ("exp_avg", "exp_avg_sq") if averages_state else ():
+                    mean = torch.stack([state[key] for state in states]).mean(0)
+                    for state in states:
+                        state[key].copy_(mean)
 
 
 class OuterSteps:
