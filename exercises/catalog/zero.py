@@ -3,7 +3,7 @@
 from exercises.catalog.exercise import Exercise
 
 ONE_PROCESS = "tests/zero/test_narrated.py::"
-MEMORY = "tests/zero/test_memory.py::"
+MEMORY = "tests/zero/test_costs.py::"
 COSTS = "tests/zero/test_costs.py::test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little"
 WRAPPERS = "tests/test_wrappers.py::"
 

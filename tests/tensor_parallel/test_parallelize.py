@@ -1,16 +1,25 @@
-"""Test that a tensor parallel model trains as the plain model does on one process."""
+"""Test what a tensor parallel model holds, saves and refuses, and what PyTorch's DTensors send.
+
+tests/test_wrappers.py compares both, as all wrappers, with one process.
+"""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import MLP, loss_of
-from lab.ranks import run_ranks
+from lab.ranks import RankError, run_ranks
+from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
+from tensor_parallel.train_dtensor import DTensorGPT, by_comm
+from tests import dtensors
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
 from tests.wrappers import Task, compare_with_one_process
 from training.report import replica_digests
@@ -187,3 +196,44 @@ def test_inference_mode_computes_what_no_grad_does():
             assert torch.equal(model(x), expected)
 
     run_ranks(work, 2)
+
+
+def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
+    with loss_parallel():
+        loss: Any = loss_of(model(x), y)  # a DTensor
+        loss.backward()
+    return loss.detach().full_tensor()
+
+
+def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says():
+    def compare(cluster: Cluster, sequence_parallel: bool) -> None:
+        x, y = text(16)
+        native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
+        before = LEDGER.total()
+        one_backward(native, x, y)
+        native.finish_gradient_sync()
+        assert LEDGER.total() == before  # outside of by_comm() nothing is counted
+        untouched = gradients(native.module)
+        native.zero_grad()
+        with by_comm():
+            one_backward(native, x, y)
+            native.finish_gradient_sync()
+        assert LEDGER.total() - before == native.traffic(x.shape)
+        found = dtensors.full_tensors(gradients(native.module))
+        assert_same(found, dtensors.full_tensors(untouched), 0)
+
+    for sequence_parallel in (False, True):
+        run_ranks(compare, 2, sequence_parallel)
+
+
+def test_sizes_that_do_not_divide_are_refused_in_one_sentence():
+    def heads(cluster: Cluster) -> None:
+        DTensorGPT(gpt(0, num_heads=12, num_kv_heads=3), cluster.device)
+
+    def tokens(cluster: Cluster) -> None:
+        DTensorGPT(gpt(0), cluster.device, sequence_parallel=True)(text(13)[0])
+
+    with pytest.raises(RankError, match="3 key and value heads cannot be divided among 2 ranks equally"):
+        run_ranks(heads, 2)
+    with pytest.raises(RankError, match="13 tokens cannot be divided among 2 ranks equally"):
+        run_ranks(tokens, 2)
