@@ -128,9 +128,9 @@ EXERCISES = (
         notebook="11_long_sequences",
         target="context_parallel.train_ring_attention.ring_attention",
         tests=(
-            EQUAL + "test_queries_meet_all_keys_and_gradients_come_home",
+            EQUAL + "test_attention_equals_one_process[queries meet all keys and gradients come home]",
             TRAFFIC + "test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward",
-            EQUAL + "test_any_number_of_ranks_and_tokens_attends_as_one_process_does",
+            EQUAL + "test_attention_equals_one_process[four ranks and uneven chunks]",
         ),
         difficulty=5,
         minutes=120,

@@ -102,8 +102,8 @@ EXERCISES = (
         target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
         tests=(
             NARRATED + "test_one_f_one_b_by_hand_equals_one_process",
-            BY_HAND + "test_1f1b_by_hand_has_the_order_of_its_table_on_any_number_of_ranks",
-            BY_HAND + "test_1f1b_by_hand_holds_one_microbatch_for_each_rank_from_its_own_on",
+            BY_HAND + "test_a_step_by_hand_has_the_order_of_its_table_on_any_number_of_ranks[1f1b]",
+            BY_HAND + "test_a_step_by_hand_holds_as_many_microbatches_as_it_must[1f1b]",
         ),
         difficulty=2,
         minutes=25,

@@ -15,7 +15,7 @@ mutant(
             "y_own, lse_own = sequence.kernel.attend(q_own, *kv[:, :, :, keys], part)"
         ),
     },
-    killer=EQUIVALENCE + "test_queries_meet_all_keys_and_gradients_come_home",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[queries meet all keys and gradients come home]",
     symptom=(
         "The first loss is right, and the gradients of attention are too large, the more so the more ranks."
     ),
@@ -26,7 +26,7 @@ mutant(
     "Packed documents see one another: only the rank's own keys are masked, those that arrive are not.",
     target="context_parallel.parallel_model.SharedSequence.parts",
     changes={"self.documents)": "self.documents if source == self.rank else None)"},
-    killer=EQUIVALENCE + "test_no_query_attends_to_another_document",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[no query attends to another document]",
     symptom="With --documents the loss depends on the number of ranks, and without it does not.",
 )
 
@@ -38,7 +38,7 @@ mutant(
         "if is_causal and visiting.start > own.start:\n    continue": "",
         "is_causal and visiting.start == own.start": "is_causal",
     },
-    killer=EQUIVALENCE + "test_no_query_attends_to_a_later_key",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[no query attends to a later key]",
     symptom="The loss falls faster than it can, and the trained model writes nonsense.",
 )
 
@@ -65,7 +65,7 @@ mutant(
     "The loss is too high on two ranks and more: the results of the heads come back in another order.",
     target="context_parallel.train_all_to_all_attention.all_heads_of_own_tokens",
     changes={".transpose(1, 2)": ""},
-    killer=EQUIVALENCE + "test_each_head_comes_back_to_its_place",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[each head comes back to its place]",
     cause="right and in the wrong order",
     symptom="The loss is too high with two ranks and more. A model with as many heads as ranks trains well.",
 )
@@ -78,7 +78,7 @@ mutant(
         "weights = [torch.exp(each - joined).unsqueeze(-1) for each in (lse, other_lse)]": "",
         "weights[0] * y + weights[1] * other_y": "(y + other_y) / 2",
     },
-    killer=EQUIVALENCE + "test_queries_meet_all_keys_and_gradients_come_home",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[queries meet all keys and gradients come home]",
     symptom=(
         "The loss is that of one process on one rank, and a different one for each other number of ranks."
     ),
@@ -97,7 +97,7 @@ mutant(
         ),
         "if in_flight is not None:\n    own_dkv += in_flight.wait()": "",
     },
-    killer=EQUIVALENCE + "test_queries_meet_all_keys_and_gradients_come_home",
+    killer=EQUIVALENCE + "test_attention_equals_one_process[queries meet all keys and gradients come home]",
     symptom=(
         "The first loss is right. The gradients of keys and values are wrong, those of queries are right."
     ),

@@ -58,7 +58,7 @@ mutant(
     "1F1B is slower than GPipe: with a forward too few at the beginning, ranks wait for each other's work.",
     target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
     changes={"min(self.last - self.rank, m)": "min(max(0, self.last - self.rank - 1), m)"},
-    killer=BY_HAND + "test_1f1b_by_hand_has_the_order_of_its_table_on_any_number_of_ranks",
+    killer=BY_HAND + "test_a_step_by_hand_has_the_order_of_its_table_on_any_number_of_ranks[1f1b]",
 )
 
 mutant(
@@ -66,7 +66,7 @@ mutant(
     "Each rank needs memory for one microbatch more than 1F1B should: it begins with a forward too many.",
     target="pipeline_parallel.train_1f1b_by_hand.OneForwardOneBackward.step",
     changes={"min(self.last - self.rank, m)": "min(self.last - self.rank + 1, m)"},
-    killer=BY_HAND + "test_1f1b_by_hand_holds_one_microbatch_for_each_rank_from_its_own_on",
+    killer=BY_HAND + "test_a_step_by_hand_holds_as_many_microbatches_as_it_must[1f1b]",
 )
 
 mutant(

@@ -107,7 +107,7 @@ mutant(
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
     target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
     changes={", uncounted=uncounted": ""},
-    killer=WRAPPERS + "test_parameters_that_each_rank_has_count_once_in_the_norm",
+    killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",
 )
 
 mutant(
@@ -119,7 +119,7 @@ mutant(
             "nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)"
         ),
     },
-    killer=WRAPPERS + "test_parameters_that_each_rank_has_count_once_in_the_norm",
+    killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",
     fails_with="shard only",
 )
 

@@ -34,38 +34,28 @@ from tests.wrappers import compare_with_one_process, heads_task
 BORDERS = ((3, 8, 10), (12,), (1, 2, 4, 15), ())
 
 
-def test_queries_meet_all_keys_and_gradients_come_home():
+# The number of ranks, the variants, the length, and the borders of documents.
+ATTENTION: dict[str, tuple[int, tuple[Variant, ...], int, tuple[tuple[int, ...], ...]]] = {
+    "queries meet all keys and gradients come home": (3, (RING, TEXTBOOK_RING), 12, ()),
+    "no query attends to a later key": (3, (CONTIGUOUS_RING, RING), 12, ()),
+    "no query attends to another document": (3, (CONTIGUOUS_RING, RING), 12, ((3, 8), (10,))),
+    "each head comes back to its place": (2, (ALL_TO_ALL,), 6, ()),
+    "one rank": (1, (RING,), 5, ()),
+    "two ranks": (2, (RING,), 8, ()),
+    "four ranks and uneven chunks": (4, (RING,), 18, ()),
+}
+
+
+@pytest.mark.parametrize("what", ATTENTION)
+def test_attention_equals_one_process(what: str):
+    n, variants, length, borders = ATTENTION[what]
+    documents = documents_with_borders(length, *borders) if borders else None
+
     def work(cluster: Cluster) -> None:
-        for variant in (RING, TEXTBOOK_RING):
-            compare_attention(cluster, variant, 12)
+        for variant in variants:
+            compare_attention(cluster, variant, length, documents)
 
-    run_ranks(work, 3)
-
-
-def test_any_number_of_ranks_and_tokens_attends_as_one_process_does():
-    for n, length in ((1, 5), (2, 8), (4, 18)):
-        run_ranks(compare_attention, n, RING, length)
-
-
-def test_no_query_attends_to_a_later_key():
-    def work(cluster: Cluster) -> None:
-        for variant in (CONTIGUOUS_RING, RING):
-            compare_attention(cluster, variant, 12)
-
-    run_ranks(work, 3)
-
-
-def test_no_query_attends_to_another_document():
-    def work(cluster: Cluster) -> None:
-        documents = documents_with_borders(12, (3, 8), (10,))
-        for variant in (CONTIGUOUS_RING, RING):
-            compare_attention(cluster, variant, 12, documents=documents)
-
-    run_ranks(work, 3)
-
-
-def test_each_head_comes_back_to_its_place():
-    run_ranks(lambda cluster: compare_attention(cluster, ALL_TO_ALL, 6), 2)
+    run_ranks(work, n)
 
 
 def test_a_rank_uses_its_own_positions_and_targets():

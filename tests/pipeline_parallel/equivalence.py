@@ -139,13 +139,16 @@ def compare_with_one_process(
         f" {type(model).__name__}, {len(rank_of)} stages on {len(table)} ranks, m={microbatches}, {options}"
     )
     example = x[: len(x) // microbatches]
-    pipeline: Any = (
-        Pipeline(model, table, loss_of, example, **options)
-        if by_hand is None
-        else by_hand(balanced_stages(model, len(rank_of)), microbatches, loss_of, example, **options)
-        if by_hand is not TorchPipeline
-        else TorchPipeline(balanced_stages(model, len(rank_of)), schedule, microbatches, example, rank_of)
-    )
+    pipeline: Any
+    if by_hand is None:
+        pipeline = Pipeline(model, table, loss_of, example, **options)
+    else:
+        stages = balanced_stages(model, len(rank_of))
+        if by_hand is TorchPipeline:
+            pipeline = TorchPipeline(stages, schedule, microbatches, example, rank_of)
+        else:
+            pipeline = by_hand(stages, microbatches, loss_of, example, **options)
+        del stages
     del model
     own = pipeline.named_own_parameters()
     parameters = list(pipeline.parameters()) or [torch.zeros(())]  # a stage of activation functions has none

@@ -19,7 +19,6 @@ from pipeline_parallel.analysis.validate import validate
 from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import one_f_one_b, table_of
 from pipeline_parallel.stage import balanced_stages
-from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from tests.pipeline_parallel.equivalence import BY_HAND, mlp, vectors
 
@@ -38,26 +37,19 @@ def recorded_row(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -
     return [f"{event.args['action']}{event.args['microbatch']}" for event in events]
 
 
-def check_order(cluster: Cluster, name: str, lesson: type[OwnStages]) -> None:
-    for microbatches in (1, 2, 6):
-        row = table_of(name, cluster.world_size, microbatches)[cluster.rank]
-        wanted = [f"{action.kind}{action.microbatch}" for action in row]
-        done = recorded_row(cluster, lesson, microbatches)
-        assert done == wanted, f"rank {cluster.rank} of {cluster.world_size} does {done}, and not {wanted}"
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_timeline_of_a_step_by_hand_has_the_order_of_its_table(n: int):
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_step_by_hand_has_the_order_of_its_table_on_any_number_of_ranks(name: str):
     def work(cluster: Cluster) -> None:
-        for name in ("naive", "gpipe"):
-            check_order(cluster, name, BY_HAND[name])
+        for microbatches in (1, 2, 6):
+            row = table_of(name, cluster.world_size, microbatches)[cluster.rank]
+            wanted = [f"{action.kind}{action.microbatch}" for action in row]
+            done = recorded_row(cluster, BY_HAND[name], microbatches)
+            assert done == wanted, (
+                f"rank {cluster.rank} of {cluster.world_size} does {done}, and not {wanted}"
+            )
 
-    run_ranks(work, n, timeout=30)
-
-
-def test_1f1b_by_hand_has_the_order_of_its_table_on_any_number_of_ranks():
     for n in (1, 2, 3, 4):
-        run_ranks(check_order, n, "1f1b", OneForwardOneBackward, timeout=20)
+        run_ranks(work, n, timeout=20)
 
 
 def held(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -> float:
@@ -72,20 +64,16 @@ def held(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -> float:
     return peaks[1] / peaks[0]
 
 
-def test_1f1b_by_hand_holds_one_microbatch_for_each_rank_from_its_own_on():
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_step_by_hand_holds_as_many_microbatches_as_it_must(name: str):
+    """GPipe holds all, and 1F1B one for each rank from its own on."""
+
     def work(cluster: Cluster) -> None:
         for m in (2, 3, 7):
-            found, most = held(cluster, OneForwardOneBackward, m), min(m, 3 - cluster.rank)
+            found, most = held(cluster, BY_HAND[name], m), m if name == "gpipe" else min(m, 3 - cluster.rank)
             assert found == most, f"rank {cluster.rank} held {found:.2f} of {m} microbatches, and not {most}"
 
     run_ranks(work, 3, timeout=20)
-
-
-def test_gpipe_by_hand_holds_all_microbatches():
-    def work(cluster: Cluster) -> None:
-        assert held(cluster, AllForwardAllBackward, 7) == 7
-
-    run_ranks(work, 3)
 
 
 SIZES = ((1, 1), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9))  # stages, microbatches
