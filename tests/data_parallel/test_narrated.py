@@ -1,6 +1,6 @@
 """Tell, in one straight line for each technique, why data parallel training equals one process.
 
-The matrix of models, ranks and microbatches stands in test_equivalence.py.
+The matrix of models, ranks and microbatches stands in tests/test_wrappers.py.
 """
 
 import torch

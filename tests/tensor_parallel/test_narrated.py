@@ -1,6 +1,6 @@
 """Tell, in one straight line for each technique, why tensor-parallel training equals one process.
 
-The matrix of models, ranks and options stands in test_parallelize.py.
+The matrix of models, ranks and options stands in tests/test_wrappers.py.
 """
 
 from copy import deepcopy
