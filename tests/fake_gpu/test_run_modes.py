@@ -11,6 +11,7 @@ from tests.run_modes import MODES, SCRIPTS
 
 SENDS_ITSELF = ("fsdp", "tensor_parallel_native", "pipeline_native")  # on GPUs, with nccl only
 ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}
+ARGUMENTS["diloco_plain"] = (*SHORT, "--sync-every", "3")
 
 
 @pytest.mark.parametrize(("mode", "script"), [(mode, script) for mode, script, _ in MODES])
