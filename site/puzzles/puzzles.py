@@ -11,7 +11,7 @@ STATELESS = SIZES | {"state": 0}
 
 
 def puzzle(name: str, title: str, text: str, holds: list[dict[str, str]], **given: Any) -> dict[str, Any]:
-    """Return a puzzle as page.js and rules.py read it."""
+    """Return a puzzle as page.js and rules.js read it."""
     microbatches = list(given.pop("microbatches"))
     steps, memory = given.pop("budget")
     layers = 1 + max(int(layer) for held in holds for layer in held)

@@ -1,4 +1,17 @@
-// The rules of the puzzles, as in rules.py, which explains them. A test compares both on many tables.
+// The rules of the puzzles: what a table of jobs does, step by step, and whether it solves a puzzle. In a table
+// every rank has two rows, one for what it computes and one for what it moves, with a job or "" in each step:
+//
+//   La       load microbatch a: makes x0a
+//   F0a      forward of layer 0 on a: needs w0 and x0a; makes x1a, or in the last layer the loss's gradient
+//   B1a      backward: needs w1, x1a and d2a, and frees the last two; makes d1a (layer 0: none), adds a to g1
+//   U0       update w0: needs g0, or the rank's shard of g0, with all microbatches in it, and frees it
+//   x1a>1    send x1a to rank 1: the sender has it no longer; d1a>0 sends a gradient
+//   RSg0     reduce-scatter the gradients g0 of all ranks that have layer 0: each gets the sum's shard
+//   AGw0     all-gather the shards of the weights w0; AGg0 those of a gradient
+//   -w0      free the full w0; also x, d and g
+//
+// Jobs of a step start together, with what was there before the step. What they make can be used from the next
+// step on. Memory for it is taken when the step starts; what a job frees is given back when the step ends.
 
 const LANES = ["computes", "moves"];
 const JOBS = [
@@ -33,7 +46,10 @@ function parse(puzzle, text, lane) {
   return wrong(`${text} is no job of this puzzle.`);
 }
 
-/** What each rank has: items by name, {w0: "old", "g0/n": "ab", x0a: true}. */
+/**
+ * What each rank has: items by name, {w0: "old", "g0/n": "ab", x0a: true}. w0 and g0 are full, w0/n and g0/n are
+ * shards. Weights are "old", "new", or "mixed" after an update of one shard; a gradient has its microbatches.
+ */
 class Ranks {
   constructor(puzzle) {
     this.puzzle = puzzle;
@@ -95,7 +111,7 @@ class Ranks {
     if (this.group(layer).length === 1) wrong(`no other rank has layer ${layer}.`);
     if (does === "RS") {
       this.need(rank, g);
-      return { takes: [g], makes: { [`${g}/n`]: "" } };
+      return { takes: [g], makes: { [`${g}/n`]: "" } }; // the sum is known when all ranks are
     }
     const gathered = `${kind}${layer}`;
     if (!(`${gathered}/n` in have)) wrong(`rank ${rank} has no shard of ${gathered}.`);
@@ -156,7 +172,11 @@ class Ranks {
   }
 }
 
-/** Run a table of two rows for each rank, and return what comes of it, as judge() in rules.py. */
+/**
+ * Run a table of two rows for each rank, and return what comes of it. `memory` has each rank's memory in each
+ * step, and `problem` the first job that cannot run; nothing runs after that step. `left` says what is missing at
+ * the end, `over` where memory is over the budget.
+ */
 function judge(puzzle, rows) {
   const steps = Math.max(0, ...rows.map((row) => row.findLastIndex((job) => job) + 1));
   const ranks = new Ranks(puzzle);
