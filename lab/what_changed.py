@@ -5,8 +5,7 @@
 
 The concept is a file's classes and functions, without imports, `main()`, arguments and the expected traffic.
 It is compared method by method, and what is equal is not shown. A class that inherits from another lesson's
-class has that class's methods, too. Tensor and sequence parallelism share their files; there, each
-`if sequence_parallel` is decided before comparing. The site shows the same on the lessons' pages.
+class has that class's methods, too. The site shows the same on the lessons' pages.
 """
 
 import ast
@@ -16,31 +15,27 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("tensor_parallel/layers.py", "tensor_parallel/parallelize.py")
-FILES: dict[str, tuple[str, ...]] = {
-    "data_parallel_naive": ("data_parallel/train_naive.py",),
-    "data_parallel_overlap": ("data_parallel/train_overlap.py",),
-    "data_parallel_bucket_overlap": ("data_parallel/train_bucket_overlap.py",),
-    "zero1_textbook": ("zero/train_zero1_textbook.py",),
-    "zero1": ("zero/train_zero1.py",),
-    "zero2": ("zero/train_zero2.py",),
-    "zero3": ("zero/train_zero3.py",),
-    "tensor_parallel": LAYERS,
-    "sequence_parallel": LAYERS,
-    "pipeline_model_parallel": ("pipeline_parallel/train_model_parallel.py",),
-    "pipeline_afab": ("pipeline_parallel/train_afab.py",),
-    "pipeline_1f1b_by_hand": ("pipeline_parallel/train_1f1b_by_hand.py",),
-    "local_sgd": ("low_communication/train_local_sgd.py",),
-    "diloco_plain": ("low_communication/train_diloco_plain.py",),
-    "diloco": ("low_communication/train_diloco.py",),
+FILES = {
+    "data_parallel_naive": "data_parallel/train_naive.py",
+    "data_parallel_overlap": "data_parallel/train_overlap.py",
+    "data_parallel_bucket_overlap": "data_parallel/train_bucket_overlap.py",
+    "zero1_textbook": "zero/train_zero1_textbook.py",
+    "zero1": "zero/train_zero1.py",
+    "zero2": "zero/train_zero2.py",
+    "zero3": "zero/train_zero3.py",
+    "pipeline_model_parallel": "pipeline_parallel/train_model_parallel.py",
+    "pipeline_afab": "pipeline_parallel/train_afab.py",
+    "pipeline_1f1b_by_hand": "pipeline_parallel/train_1f1b_by_hand.py",
+    "local_sgd": "low_communication/train_local_sgd.py",
+    "diloco_plain": "low_communication/train_diloco_plain.py",
+    "diloco": "low_communication/train_diloco.py",
 }
-"""The files of each RUN_MODE's concept."""
+"""The file of each RUN_MODE's concept."""
 
 SHORT = {
     "naive": "data_parallel_naive",
@@ -54,11 +49,9 @@ SHORT = {
 STEPS: tuple[tuple[str, ...], ...] = (
     ("naive", "overlap", "buckets"),
     ("zero1_textbook", "zero1", "zero2", "zero3"),
-    ("tensor_parallel", "sequence_parallel"),
     ("model_parallel", "afab", "1f1b_by_hand"),
     ("local_sgd", "diloco_plain", "diloco"),
 )
-FLAG = "sequence_parallel"
 BESIDE = ("main", "traffic")  # functions and methods that are not the concept
 
 Line = tuple[str, str]
@@ -68,7 +61,7 @@ Line = tuple[str, str]
 def steps_of(folder: str) -> list[tuple[str, str]]:
     """Return the steps (from, to) of the lesson in this folder."""
     pairs = [pair for names in STEPS for pair in itertools.pairwise(names)]
-    return [pair for pair in pairs if FILES[mode_of(pair[1])][0].startswith(f"{folder}/")]
+    return [pair for pair in pairs if FILES[mode_of(pair[1])].startswith(f"{folder}/")]
 
 
 def mode_of(name: str) -> str:
@@ -82,8 +75,9 @@ def mode_of(name: str) -> str:
 
 def difference(before: str, after: str) -> list[Line]:
     """Return the lines of the difference between two concepts, each changed part under its title."""
-    was, old = concept(mode_of(before))
-    now, new = concept(mode_of(after))
+    (was, old), (now, new) = (
+        parts_of((ROOT / FILES[mode_of(name)]).read_text("utf-8")) for name in (before, after)
+    )
     old = {re.sub(rf"^{was}\b", now, name): text for name, text in old.items()}
     inherits = re.search(rf"^class \w+\({was}\)", new[now], re.MULTILINE)
     lines = [("#", f"{was} -> {now}")] if was != now else []
@@ -106,16 +100,6 @@ def changes(old: str, new: str) -> Iterator[Line]:
         else:
             yield from (("-", line) for line in a[i:j])
             yield from (("+", line) for line in b[k:m])
-
-
-def concept(mode: str) -> tuple[str, dict[str, str]]:
-    """Return the name of a RUN_MODE's class, and the source of each part of its concept by its name."""
-    parts: dict[str, str] = {}
-    for file in FILES[mode]:
-        source = (ROOT / file).read_text("utf-8")
-        name, found = parts_of(decided(source, mode == FLAG) if FILES[mode] == LAYERS else source)
-        parts |= found
-    return name, parts
 
 
 def parts_of(source: str) -> tuple[str, dict[str, str]]:
@@ -147,45 +131,6 @@ def first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def decided(source: str, value: bool) -> str:
-    """Return the source as it runs where FLAG has this value: only the branches that are taken are left."""
-    for parent in ast.walk(ast.parse(source)):
-        for name in ("body", "orelse", "value"):
-            block = getattr(parent, name, None)
-            for i, node in enumerate(block if isinstance(block, list) else [block]):
-                if isinstance(node, ast.If | ast.IfExp) and ast.unparse(node.test).endswith(FLAG):
-                    is_taken = value != isinstance(node.test, ast.UnaryOp)
-                    following = block[i + 1 :] if isinstance(block, list) else []
-                    return decided(without_branch(source, node, is_taken, following), value)
-    return source
-
-
-def without_branch(source: str, node: Any, is_taken: bool, following: list[ast.stmt]) -> str:
-    """Replace an `if` by its body or its `else`; nothing that follows a return in the body is left."""
-    lines = source.splitlines()
-    if isinstance(node, ast.IfExp):
-        chosen = ast.get_source_segment(source, node.body if is_taken else node.orelse)
-        whole = ast.get_source_segment(source, node)
-        assert chosen is not None and whole is not None
-        lines[node.lineno - 1 : node.end_lineno] = (
-            "\n".join(lines[node.lineno - 1 : node.end_lineno]).replace(whole, chosen).splitlines()
-        )
-        return "\n".join(lines)
-    kept: list[str] = []
-    if is_taken:
-        kept = lines[node.test.end_lineno : node.body[-1].end_lineno]
-    elif node.orelse:
-        kept = lines[node.orelse[0].lineno - 1 : node.orelse[-1].end_lineno]
-    end = node.end_lineno
-    if is_taken and isinstance(node.body[-1], ast.Return) and following:
-        end = following[-1].end_lineno
-    if lines[node.lineno - 1].lstrip().startswith("elif"):
-        kept = [" " * node.col_offset + "else:", *kept]
-    else:
-        kept = [line.removeprefix("    ") for line in kept]
-    return "\n".join([*lines[: node.lineno - 1], *kept, *lines[end:]])
-
-
 STYLES = {"-": "red", "+": "green", "@": "bold cyan", "#": "bold", " ": "dim"}
 
 
@@ -201,8 +146,7 @@ def main(names: list[str]) -> None:
         lines = difference(*names)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    files = [", ".join(FILES[mode_of(name)]) for name in names]
-    console.print(Text(" -> ".join(dict.fromkeys(files)), STYLES["#"]))
+    console.print(Text(" -> ".join(FILES[mode_of(name)] for name in names), STYLES["#"]))
     for sign, text in lines:
         console.print(Text(f"\n{text}" if sign in "@#" else f"{sign} {text}".rstrip(), STYLES[sign]))
 
