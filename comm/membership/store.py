@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from comm.errors import CommError
 from comm.membership.settings import master
-from lab.launch.interface import open_store, resolved
+from lab.launch.interface import open_store
 
 _POLL = 0.05  # seconds between two attempts to connect
 _TELL = 2.0  # seconds between two lines about a store that does not answer
@@ -47,7 +47,7 @@ def meeting_store(rank: int, deadline: float) -> dist.Store:
 
 def _open(host: str, port: int, timeout: timedelta) -> dist.Store:
     try:
-        return open_store(resolved(host), port, timeout)
+        return open_store(socket.gethostbyname(host), port, timeout)
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise CommError(

@@ -14,27 +14,22 @@ import hashlib
 import os
 import socket
 import weakref
-from pathlib import Path
 
 import torch.distributed as dist
 
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.handshake import exchange_numbers
 from comm.wire.wire import Wire
+from lab.launch.threads import machine_id
 
 VARIABLE = "WORKBOOK_HOST"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _hosts: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[int]]" = weakref.WeakKeyDictionary()
 
 
 def own_host() -> int:
     """Return the hash of this rank's host, a signed 64-bit number."""
     name = os.environ.get(VARIABLE) or socket.gethostname()
-    try:
-        boot_id = _BOOT_ID.read_text().strip()
-    except OSError:
-        boot_id = ""
-    digest = hashlib.blake2b(f"{name}\n{boot_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{name}\n{machine_id()}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 

@@ -52,12 +52,6 @@ def own_interface() -> str | None:
     return None
 
 
-def resolved(host: str) -> str:
-    """Return the IP address of `host`, IPv4 if it has one. Raise OSError if it has none."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
-
-
 def _address_of(interface: str) -> str:
     import fcntl
 
@@ -71,8 +65,7 @@ def open_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
     Raise OSError if the port is in use, or if no interface of this machine has the address.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
+    listener = socket.create_server((address, port))
     return dist.TCPStore(
         address,
         listener.getsockname()[1],
