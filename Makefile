@@ -70,7 +70,9 @@ diff: $(READY) ## show what a step changes in the code: make diff FROM=naive TO=
 	@$(PY) -m lab.what_changed "$$FROM" "$$TO"
 
 site: $(READY) ## build the site of READMEs and notebooks
-	@$(PY) site/build.py
+	@rm -rf site/_build/html
+	@$(PY) -m sphinx --fresh-env --fail-on-warning --keep-going --quiet -c site -d site/_build/doctrees . site/_build/html
+	@echo "The site is built: open site/_build/html/index.html in any browser."
 
 setup: $(READY) ## make .venv and install requirements.txt into it
 
