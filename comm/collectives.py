@@ -27,7 +27,7 @@ raise the same one; with "torch" a rank can only check its own tensors.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -39,7 +39,7 @@ from comm.cost import pattern_for
 from comm.errors import CommError, Mismatch
 from comm.patterns import ALGORITHMS, PATTERNS, chosen_pattern, default_pattern, use_pattern
 from comm.shards import shard_sizes
-from comm.wire import streams
+from comm.wire import slow_link, streams
 from comm.wire.gloo_wire import GlooWire
 from comm.wire.groups import Group, group_of
 from comm.wire.handshake import SHARDED, UNEVEN, Header, HeaderExchange, check_parts, wait_until_all_have_read
@@ -245,19 +245,21 @@ def run_collective(
     check_dtypes(header, buffers)
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
     with span(header.op, "launch", lane="launches", bytes=num_bytes) if async_op else nullcontext():
-        if header.pattern == "torch":
+        if header.pattern == "torch" and slow_link.current() is None:
             return native.start(header, group, async_op, buffers, parts)
-        algorithm: Callable[..., None] = ALGORITHMS[header.op][header.pattern]
         handover, posted = handover_of(buffer.tensor for buffer in buffers), time.perf_counter_ns()
 
         def take_turn(sequence: int) -> None:
             how = {"pattern": header.pattern, "bytes": num_bytes}
             with handover or nullcontext(), span(header.op, "communication", **how):
                 ready = posted if handover is None else time.perf_counter_ns()
+                if header.pattern == "torch":  # on a simulated link, which carries one operation at a time
+                    native.run_slowly(header, group, sequence, ready, buffers, parts)
+                    return
                 delay = cost.delay_of(header.op, header.pattern, num_bytes, group, ready)
                 with opened(header, group, sequence, delay, parts) as wire:
                     tensors = [buffer.to_wire() for buffer in buffers]
-                    algorithm(wire, *tensors, *arguments)
+                    ALGORITHMS[header.op][header.pattern](wire, *tensors, *arguments)
                     for buffer, tensor in zip(buffers, tensors, strict=True):
                         buffer.from_wire(tensor)
                 delay.wait()

@@ -4,9 +4,7 @@ The messages of torch cannot be counted from outside. So the ledger adds what th
 send, by its formula, and marks the entry as `by_formula`.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +14,10 @@ from comm import cost
 from comm.algorithms.reduction import divisor_before
 from comm.errors import CommError
 from comm.shards import shards_of
-from comm.wire import slow_link
 from comm.wire.gloo_wire import GlooWire
 from comm.wire.groups import Group, axis_of, peer_trouble
 from comm.wire.handshake import SHARDED, Header, exchange_numbers
-from comm.wire.staging import In, goes_by_host, handover_of
-from comm.wire.work_queue import Handle, queue_of
+from comm.wire.staging import In, goes_by_host
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 
@@ -92,10 +88,8 @@ def _error_of(op: str, future: torch.futures.Future) -> CommError | None:
 
 def start(
     header: Header, group: Group, async_op: bool, buffers: Sequence[In], parts: Parts | None
-) -> NativeHandle | Handle:
+) -> NativeHandle:
     """Start an operation, and without `async_op` wait for its end."""
-    if slow_link.current() is not None:
-        return _start_slowly(header, group, async_op, buffers, parts)
     started, lane = timeline.mark(), "communication" if async_op else None
     handle = _launch(header, group, buffers, parts)
     num_bytes = _numel(header, group) * header.dtype.itemsize
@@ -113,38 +107,23 @@ def start(
     return handle
 
 
-def _start_slowly(
-    header: Header, group: Group, async_op: bool, buffers: Sequence[In], parts: Parts | None
-) -> Handle:
-    """Run an operation on a simulated link, which carries one at a time."""
+def run_slowly(
+    header: Header, group: Group, sequence: int, ready: int, buffers: Sequence[In], parts: Parts | None
+) -> None:
+    """Run an operation on a simulated link, which could carry it from the time `ready`."""
     num_bytes = max((buffer.tensor.nbytes for buffer in buffers), default=0)
-    handover, posted = handover_of(buffer.tensor for buffer in buffers), time.perf_counter_ns()
-
-    def take_turn(sequence: int) -> None:
-        with (
-            handover or nullcontext(),
-            timeline.span(header.op, "communication", pattern="torch", bytes=num_bytes),
-        ):
-            ready = posted if handover is None else time.perf_counter_ns()
-            delay = cost.delay_of(*_charged(header, group), num_bytes, group, ready)
-            if dist.get_backend(group) == "gloo":
-                # This message is for the simulated link: on a real one nothing moves before all are ready.
-                wire = GlooWire(group, header.op, "torch", sequence, counted=False)
-                delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
-            _launch(header, group, buffers, parts).end()
-            if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread
-                torch.cuda.current_stream().synchronize()
-            delay.wait()
-
-    return queue_of(group).submit(take_turn, async_op)
-
-
-def _charged(header: Header, group: Group) -> tuple[str, str]:
-    """Return the operation and the pattern whose time a simulated link takes."""
     op = header.op
     if op == "reduce_scatter" and dist.get_backend(group) == "gloo":
         op = "all_reduce"  # gloo's reduce-scatter is an all-reduce and a slice
-    return op, cost.model_of(op, "torch")
+    delay = cost.delay_of(op, cost.model_of(op, "torch"), num_bytes, group, ready)
+    if dist.get_backend(group) == "gloo":
+        # This message is for the simulated link: on a real one nothing moves before all are ready.
+        wire = GlooWire(group, header.op, "torch", sequence, counted=False)
+        delay.start(max(exchange_numbers(wire, [delay.ready]))[0])
+    _launch(header, group, buffers, parts).end()
+    if torch.cuda.is_initialized():  # nccl's wait blocks this thread's stream, not the thread
+        torch.cuda.current_stream().synchronize()
+    delay.wait()
 
 
 def _numel(header: Header, group: Group) -> int:
