@@ -84,7 +84,7 @@ lint: $(READY) ## ruff check, ruff format --check and mypy
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 
-check-runs: $(READY) ## test launchers, every RUN_MODE on 1 to 8 ranks, and kills at random moments
+check-runs: $(READY) ## test launchers, every RUN_MODE on up to 8 ranks, and kills at random moments
 	@$(PY) -m pytest tests/end_to_end $(or $(ARGS),-n 2 --dist loadfile)
 
 check-exercises: $(READY) ## grade every exercise untouched and solved, and see each mutant fail its test

@@ -19,9 +19,9 @@ expert gets is not known in advance, and the slowest rank sets the time of all. 
 (balancing.py), and `--capacity` drops assignments that are too many for one expert: their token keeps its
 other experts, and one without any gets the output of the shared expert only (`--shared`), or nothing.
 
-The gradients of other parameters are means over all ranks. An expert's replicas (config.py) saw other tokens,
-so theirs are averaged, too; and each of these is a sum over the tokens of an expert group, so it is divided
-by the number of ranks of the group.
+The gradients of other parameters are means over all ranks. An expert's gradient is a sum over the tokens of
+its expert group, so it is divided by the number of ranks of the group. Replicas of an expert (config.py) saw
+other tokens, so they take the mean of theirs.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
 experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.

@@ -1,4 +1,4 @@
-"""Train replicas of a model that the other axes have divided: what lessons 1, 2 and 8 do, around all others.
+"""Train replicas of a model that the other axes have divided: what lessons 2 and 8 do, around all others.
 
       plain ─► experts, TensorParallel ─► stages ─► HybridParallel: BucketDataParallel or ZeRO (replicas)
       model    layers.py                  stages.py                 gradients averaged over replicas
@@ -53,7 +53,7 @@ OptimizerClass = type[torch.optim.Optimizer]
 
 
 class Alone:
-    """Does what the wrappers of replicas do, where there is one, or where they train alone."""
+    """Takes the place of a wrapper of replicas, where there is one replica, or each trains alone."""
 
     require_backward_grad_sync = False
 

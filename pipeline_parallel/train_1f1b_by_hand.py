@@ -18,7 +18,7 @@ it frees the activations of its microbatch before the next forward makes new one
 So with more microbatches of the same size, a larger batch, the bubble shrinks and the memory stays. There is
 no deadlock: a send does not block, and what a rank waits for never needs what that rank does later.
 
-Only the order differs from GPipe, which has `forward_of` and `backward_of` (train_afab.py). The next lesson,
+Only the order differs from GPipe, which has `forward_of` and `backward_of` (train_afab.py). The next script,
 train_1f1b.py, runs the same order from a table, and so any other order, too.
 
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021 (PipeDream-Flush),
