@@ -5,7 +5,7 @@ from exercises.mutants import mutant
 COLLECTIVES_BY_HAND = "tests/comm/test_collectives_by_hand.py::"
 FUNCTIONS = "tests/comm/test_functions.py::"
 NARRATED = "tests/comm/test_narrated.py::"
-ALL_REDUCE = "tests/comm/test_all_reduce.py::"
+COLLECTIVES = "tests/comm/test_collectives.py::"
 COST = "tests/comm/test_cost.py::"
 
 mutant(
@@ -52,7 +52,7 @@ mutant(
     "With sequence parallel gradients are too small: an all-gather's backward leaves out all other ranks.",
     target="comm.functions.gather_tokens",
     changes={"InFlightReduceScatter(grad, dim, group).wait()": "own_shard(grad, dim, group)"},
-    killer=FUNCTIONS + "test_cheaper_functions_equal_those_they_are_composed_of",
+    killer=FUNCTIONS + "test_each_pair_is_what_autograd_finds_on_one_process[3]",
 )
 
 mutant(
@@ -93,7 +93,7 @@ mutant(
     "Gradients of an fp16 model are inf where DDP's are finite: ranks add first and divide later.",
     target="comm.algorithms.reduction.divisor_before",
     changes={"dtype == torch.float16": "dtype == torch.bfloat16"},
-    killer=ALL_REDUCE + "test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would",
+    killer=COLLECTIVES + "test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would",
 )
 
 mutant(

@@ -3,12 +3,6 @@
 import os
 import socket
 
-import torch
-
-from comm import collectives, rendezvous
-from comm.membership import meeting
-from lab.ranks import RankError, run_ranks
-
 VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -44,27 +38,6 @@ def set_variables(environment: dict[str, object]) -> None:
     for name in VARIABLES:
         os.environ.pop(name, None)
     os.environ.update({name: str(value) for name, value in environment.items()})
-
-
-def join_with(environment: dict[str, object]) -> tuple[int, int, float]:
-    """Join with these variables, add up the ranks, and leave; return rank, world size and the sum."""
-    set_variables(environment)
-    meeting._TELL, meeting._LINGER = 0.3, 0.5
-    cluster = rendezvous.join()
-    total = torch.tensor([float(cluster.rank)])
-    collectives.all_reduce(total)
-    rendezvous.leave(cluster)
-    return cluster.rank, cluster.world_size, total.item()
-
-
-def meet(*environments: dict[str, object], timeout: float = 40) -> list:
-    """Start one process for each environment; return what it returned, or the last line of its error."""
-
-    def come(cluster):
-        return join_with(environments[cluster.rank])
-
-    results = run_ranks(come, len(environments), backend=None, collect_failures=True, timeout=timeout)
-    return [str(r).strip().splitlines()[-1] if isinstance(r, RankError) else r for r in results]
 
 
 def places(ranks: list[int], world_size: int, **others) -> list[dict[str, object]]:

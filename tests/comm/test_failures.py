@@ -1,19 +1,32 @@
 """If a peer dies, sleeps or leaves, the others name it in a sentence, no rank hangs, and nothing is left."""
 
+import json
 import os
 import signal
+import socket
 import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from comm import collectives
-from comm.collectives import CommError, all_reduce
+from comm import collectives, rendezvous
+from comm.collectives import all_reduce
+from comm.errors import CommError
+from comm.exchange import on_all
+from comm.membership import liveness, meeting
+from comm.point_to_point import recv
+from comm.same_start import check_same_start
+from comm.script import joined
 from comm.wire import shared_memory
 from comm.wire.transport import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
+from tests.comm.places import places, set_variables
 
 linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
@@ -125,3 +138,190 @@ def test_mismatches_leave_no_connection_and_no_memory_behind():
 
     for counts in run_ranks(open_files, 3):
         assert len(set(counts[1:])) == 1
+
+
+PROMPTLY = 20  # seconds; the timeouts below are 50
+POINTS = {
+    "after its first word": "comm.membership.meeting.Meeting.wait_for_all",
+    "before the group forms": "torch.distributed.init_process_group",
+    "after the group has formed": "comm.rendezvous.Cluster",
+    "before its data is compared": "comm.same_start.data_digest",
+    "before it connects to a peer": "comm.wire.streams.Streams._connect",
+    "before a reduction of torch's own": "torch.distributed.all_reduce",
+}
+
+
+def script(cluster, environments: list[dict[str, object]], victim: int, target: str) -> None:
+    set_variables(environments[cluster.rank])
+    meeting._LINGER = 0.2
+    with ExitStack() as dying:
+        if cluster.rank == victim:
+            dying.enter_context(replaced(target, die))
+        with joined():
+            check_same_start(torch.arange(8), {})
+            for pattern in ("pipelined_ring", "torch"):
+                collectives.all_reduce(torch.ones(100), pattern=pattern)
+
+
+def printed_lines(
+    capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object
+) -> dict[int, list[str]]:
+    """Return the lines that each rank printed, without those of the rendezvous."""
+    environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+    run_ranks(function, world_size, environments, *args, backend=None, collect_failures=True)
+    lines = capfd.readouterr().err.splitlines()
+    lines = [
+        line
+        for line in lines
+        if not any(word in line for word in (": here as", "still waiting", "all have met", "ranks have"))
+    ]
+    return {rank: [line for line in lines if line.startswith(f"[rank {rank}]")] for rank in range(world_size)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_ranks() -> None:
+    run_ranks(lambda cluster: None, 1)  # what is timed below is not the import of torch
+
+
+@pytest.mark.parametrize(("point", "victim"), [*((point, 1) for point in POINTS), (list(POINTS)[2], 0)])
+def test_a_rank_that_dies_at_the_start_is_named_at_once_by_each_other_one(point, victim, capfd):
+    start = time.monotonic()
+    lines = printed_lines(capfd, script, 3, victim, POINTS[point])
+    assert time.monotonic() - start < PROMPTLY
+    for rank in {0, 1, 2} - {victim}:
+        [sentence] = lines[rank]
+        assert sentence.endswith(f"rank {victim} has died, so look for the first error in its log.")
+
+
+def wait_for_an_end(*args: object, **kwargs: object) -> None:
+    liveness.cause(patience=30)
+    os._exit(0)
+
+
+def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
+    set_variables(environments[cluster.rank] | {"OP_TIMEOUT": 1})
+    with ExitStack() as stuck:
+        if cluster.rank == 1:
+            stuck.enter_context(replaced("torch.distributed.init_process_group", wait_for_an_end))
+        stuck.enter_context(joined())
+
+
+def test_a_rank_that_is_stuck_while_the_group_forms_is_named_after_the_timeout(capfd):
+    [sentence] = printed_lines(capfd, with_one_stuck, 3)[0]
+    assert "The group cannot form: rank 1 joined but did not go on" in sentence
+    assert "(OP_TIMEOUT is 1 s)" in sentence
+
+
+def send_slowly(connection: Any, message: dict[str, Any], send: Any = liveness.send) -> None:
+    send(connection, message)
+    time.sleep(0.1)  # as if the thread had lost its core
+
+
+def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> None:
+    set_variables(environments[cluster.rank])
+    place = rendezvous.join()
+    collectives.barrier()
+    if place.rank == 2:
+        die()
+    with replaced("comm.membership.liveness.send", send_slowly):
+        collectives.all_reduce(torch.ones(10), pattern=pattern)
+
+
+def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
+    for pattern in ("pipelined_ring", "torch"):
+        environments = places(list(range(4)), 4, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+        errors = run_ranks(in_a_ring, 4, environments, pattern, backend=None, collect_failures=True)
+        for rank in (0, 1, 3):
+            text = sentence(str(errors[rank])).strip()
+            assert text.startswith(f"all_reduce ({pattern}): rank {rank} ")
+            assert text.endswith(": rank 2 has died, so look for the first error in its log.")
+
+
+def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
+    set_variables(environments[cluster.rank])
+    place = rendezvous.join()
+    try:
+        for _ in range(2 if place.rank == short else 3):
+            collectives.all_reduce(torch.ones(10))
+    except CommError as error:
+        liveness.fail(str(error))  # as scripts do; without it this rank would have died
+        raise
+    rendezvous.leave(place)
+
+
+def test_all_ranks_learn_that_a_rank_has_finished():
+    for short in (0, 2):
+        start, environments = time.monotonic(), places([0, 1, 2], 3, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+        ends = run_ranks(uneven, 3, environments, short, backend=None, collect_failures=True)
+        assert time.monotonic() - start < PROMPTLY
+        assert ends.pop(short) is None
+        for error in ends:
+            why = f"rank {short} has finished, and every rank must take the same number of steps."
+            assert sentence(str(error)).strip().endswith(f": {why}")
+            assert "has failed" not in str(error)
+
+
+def in_a_pipeline(cluster, environments: list[dict[str, object]], is_killed: bool) -> None:
+    """Each rank waits for a message of the next one, and the last rank ends."""
+    set_variables(environments[cluster.rank])
+    with joined() as place:
+        collectives.barrier()
+        if place.rank == 3 and is_killed:
+            die()
+        if place.rank == 3:
+            raise ZeroDivisionError("the loss is nan again")
+        recv(torch.ones(10), place.rank + 1)
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "cause"),
+    [
+        (True, "rank 3 has died, so look for the first error in its log."),
+        (False, "rank 3 has failed: ZeroDivisionError: the loss is nan again."),
+    ],
+)
+def test_every_rank_of_a_chain_names_the_rank_at_its_end_and_not_its_own_neighbour(is_killed, cause, capfd):
+    start = time.monotonic()
+    lines = printed_lines(capfd, in_a_pipeline, 4, is_killed)
+    assert time.monotonic() - start < PROMPTLY
+    for rank in range(3):
+        [sentence] = lines[rank]
+        assert f"rank {rank} could not receive from rank {rank + 1}: " in sentence
+        assert sentence.endswith(cause)
+
+
+def cannot_save(cluster, environments: list[dict[str, object]]) -> None:
+    set_variables(environments[cluster.rank])
+    with joined() as place:
+        on_all("begin", lambda: None)
+        on_all("save it", die if place.rank == 1 else lambda: None)
+
+
+def test_ranks_that_exchange_values_notice_a_death_at_once(capfd):
+    start = time.monotonic()
+    lines = printed_lines(capfd, cannot_save, 3)
+    assert time.monotonic() - start < PROMPTLY
+    assert any(lines[rank] for rank in (0, 2))
+    says = "cannot save it: another rank has died or left (rank 1 has died, so look"
+    assert all(says in sentence for rank in (0, 2) for sentence in lines[rank])
+
+
+def test_a_connection_that_names_no_rank_is_ignored():
+    store = dist.HashStore()
+    liveness.connect(store, 0, 2)
+    address = tuple(json.loads(store.get("liveness")))
+    strangers = [socket.create_connection(address) for _ in range(4)]
+    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n[1]\n")
+    strangers[2].close()
+    strangers[3].sendall(b"\0")  # and no more
+    other = Connection(socket.create_connection(address).detach())
+    liveness.send(other, {"rank": 1})
+    assert liveness.cause(patience=0) is None
+    liveness.send(other, {"how": "failed", "why": "it has enough"})
+    assert str(liveness.cause()) == "rank 1 has failed: it has enough"
+    other.close()
+    start = time.monotonic()
+    liveness.finish()
+    liveness.wait_for_the_others(5)
+    assert time.monotonic() - start < 5
+    liveness.forget()

@@ -6,6 +6,7 @@ from its output. If all ranks compute the same from the same output, it counts o
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from comm.functions import (
     sum_to_each_rank,
     sum_to_root,
 )
+from comm.in_flight import InFlightExchange
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
@@ -171,25 +173,6 @@ def test_the_backward_of_a_sum_is_the_identity_and_that_of_a_copy_a_sum():
     assert run_ranks(look, 3) == [[(6, 10.0**rank), (1.0 + rank, 111)] for rank in range(3)]
 
 
-def test_cheaper_functions_equal_those_they_are_composed_of():
-    def work(cluster: Cluster) -> None:
-        pairs: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-            (sum_to_each_rank, lambda x: copy_to_ranks(sum_over_ranks(x))),
-            (lambda x: gather_tokens(x, 0), lambda x: copy_to_ranks(gather_from_ranks(x, 0))),
-            (lambda x: scatter_sums(x, 0), lambda x: split_to_ranks(sum_over_ranks(x), 0)),
-        ]
-        for pair in pairs:
-            found = []
-            for function in pair:
-                x = numbers(cluster.rank, 6, 2).requires_grad_()
-                y = function(x)
-                (y * numbers(9 + cluster.rank, *y.shape)).sum().backward()
-                found.append({"x": x.grad, "y": y.detach()})
-            assert_same(*found)
-
-    run_ranks(work, 3)
-
-
 def all_functions() -> list[Callable[[Tensor], Tensor]]:
     return [
         copy_to_ranks,
@@ -256,3 +239,62 @@ def test_shards_are_as_tensor_split_cuts_them_and_others_are_refused():
                 function(x, 0)
 
     run_ranks(look, 3)
+
+
+def test_an_exchange_in_flight_equals_exchange_shards_forward_and_backward():
+    def work(cluster: Cluster) -> None:
+        n, rank = cluster.world_size, cluster.rank
+        sent = [rank + to for to in range(n)]
+        received = [by + rank for by in range(n)]
+        random = torch.Generator().manual_seed(rank)
+        x = torch.randn(sum(sent), 3, generator=random).double()
+        factor = torch.randn(sum(received), 3, generator=random).double()
+        results: list[dict[str, Tensor | None]] = []
+        for exchanged in (
+            lambda x: exchange_shards(x, 0, None, sent, received),
+            lambda x: InFlightExchange(x, sent, received).wait(),
+        ):
+            leaf = x.clone().requires_grad_()
+            y = exchanged(leaf.sin())
+            (y * factor).sum().backward()
+            results.append({"y": y.detach(), "x": leaf.grad})
+        assert_same(results[1], results[0], 0, f"gradient on {n} ranks")
+        with torch.no_grad():
+            assert torch.equal(InFlightExchange(x.sin(), sent, received).wait(), results[0]["y"])
+
+    run_ranks(work, 3)
+
+
+def test_what_stands_between_start_and_wait_is_computed_while_it_travels():
+    events: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            events.append("compute")
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            events.append("compute")
+            return 2 * grad
+
+    def noting(name: str):
+        method = getattr(InFlightExchange, name)
+        return lambda *args, **options: (events.append(name), method(*args, **options))[1]
+
+    def work(cluster: Cluster) -> None:
+        with (
+            mock.patch.object(InFlightExchange, "launch", noting("launch")),
+            mock.patch.object(InFlightExchange, "land", noting("land")),
+        ):
+            x = torch.randn(4, 3, requires_grad=True)
+            travelling = InFlightExchange(x.sin(), [2, 2], [2, 2])
+            meanwhile = Noted.apply(x)
+            y = travelling.wait().cos() + meanwhile
+            assert events == ["launch", "compute", "land"]
+            events.clear()
+            y.sum().backward()
+            assert events == ["launch", "compute", "land"]
+
+    run_ranks(work, 2)

@@ -3,21 +3,47 @@
 import os
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from comm import collectives, rendezvous
 from comm.collectives import CommError
+from comm.membership import meeting
 from comm.membership.settings import refuse_without_kernels
 from comm.script import joined
 from comm.wire.transport import TRANSPORTS, use_transport
 from lab.launch.interface import open_store
-from lab.ranks import run_ranks
-from tests.comm.places import VARIABLES, free_port, meet, places, set_variables
+from lab.ranks import RankError, run_ranks
+from lab.replace import replaced
+from tests.comm.places import VARIABLES, free_port, places, set_variables
 from tests.listening import listening
+
+
+def ends_of(results: list[Any]) -> list[Any]:
+    """Return what each rank has returned, or the last line of its error."""
+    return [str(r).strip().splitlines()[-1] if isinstance(r, RankError) else r for r in results]
+
+
+def meet(*environments: dict[str, object], timeout: float = 40) -> list[Any]:
+    """Start a process for each environment; return its rank, its world size and the sum of the ranks."""
+
+    def come(cluster) -> tuple[int, int, float]:
+        set_variables(environments[cluster.rank])
+        meeting._TELL, meeting._LINGER = 0.3, 0.5
+        place = rendezvous.join()
+        total = torch.tensor([float(place.rank)])
+        collectives.all_reduce(total)
+        rendezvous.leave(place)
+        return place.rank, place.world_size, total.item()
+
+    return ends_of(run_ranks(come, len(environments), backend=None, collect_failures=True, timeout=timeout))
 
 
 def anybody_listens(port: int) -> bool:
@@ -192,3 +218,79 @@ def test_a_restarted_job_does_not_read_what_its_predecessor_left_in_the_agents_s
         )
         assert meet(*environments) == [(0, 2, 1.0), (1, 2, 1.0)]
     del agent
+
+
+def meet_on_gpus(visible: list[list[str]], **variables: object) -> list[Any]:
+    """Start a rank for each entry, which lists its GPUs; return its device and backend, or its error."""
+
+    def come(cluster, environments: list[dict[str, object]]) -> tuple[str, str]:
+        names, asked = visible[cluster.rank], []
+        set_variables(environments[cluster.rank] | {"LOCAL_RANK": cluster.rank})
+        os.environ["BACKEND"] = str(variables.get("BACKEND", ""))
+        meeting._LINGER = 0.5
+
+        def form(backend: str, **options: Any) -> None:
+            asked.append(backend)
+            plain("gloo", **options)
+
+        plain = dist.init_process_group
+        with ExitStack() as stubs:
+            stubs.enter_context(
+                mock.patch.multiple(
+                    torch.cuda,
+                    is_available=lambda: True,
+                    device_count=lambda: len(names),
+                    set_device=lambda device: None,
+                    get_device_properties=lambda device: SimpleNamespace(uuid=names[device.index]),
+                )
+            )
+            stubs.enter_context(mock.patch.object(dist, "init_process_group", form))
+            joined = rendezvous.join()
+            rendezvous.leave(joined)
+        return str(joined.device), asked[0]
+
+    environments = places(list(range(len(visible))), len(visible))
+    return ends_of(
+        run_ranks(come, len(visible), environments, backend=None, collect_failures=True, timeout=40)
+    )
+
+
+def test_a_rank_takes_its_gpu_of_all_or_the_only_one_that_it_is_shown():
+    assert meet_on_gpus([["a", "b"], ["a", "b"]]) == [("cuda:0", "nccl"), ("cuda:1", "nccl")]
+    assert meet_on_gpus([["a"], ["b"], ["c"]]) == [("cuda:0", "nccl")] * 3
+
+
+def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
+    sentence = (
+        "comm.errors.CommError: Ranks 0 and 2 share one GPU (a), and nccl needs one for each rank; start "
+        "fewer ranks there, give each its own LOCAL_RANK, or let them share with BACKEND=gloo."
+    )
+    assert meet_on_gpus([["a", "b"]] * 3) == [sentence] * 3
+    assert meet_on_gpus([["a", "b"]] * 3, BACKEND="gloo") == [
+        ("cuda:0", "gloo"),
+        ("cuda:1", "gloo"),
+        ("cuda:0", "gloo"),
+    ]
+
+
+def threads_after_joining(cluster, environments: list[dict[str, object]], cores: list[set[int]]) -> int:
+    """Join with these cores; return the number of threads with which this rank then computes."""
+    set_variables(environments[cluster.rank])
+    torch.set_num_threads(8)
+    with (
+        replaced("lab.launch.threads.own_cores", lambda: frozenset(cores[cluster.rank])),
+        joined(),
+    ):
+        return torch.get_num_threads()
+
+
+def test_ranks_started_by_hand_share_the_cores_of_their_machine():
+    def threads(cores: list[set[int]], **others: object) -> list[int]:
+        n = len(cores)
+        return run_ranks(threads_after_joining, n, places(list(range(n)), n, **others), cores, backend=None)
+
+    six = set(range(6))
+    assert threads([six, six, six]) == [2, 2, 2]
+    assert threads([{0}, {0}, {1, 2, 3}]) == [1, 1, 3], "the third is pinned to cores of its own"
+    assert threads([set(range(64))]) == [8], "not more than torch takes by itself"
+    assert threads([six, six], OMP_NUM_THREADS=5) == [8, 8], "torch has read it already"
