@@ -2,6 +2,10 @@
 
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
+
+from lab.ranks import run_ranks
 
 VARIABLES = (
     "RANK",
@@ -43,3 +47,15 @@ def set_variables(environment: dict[str, object]) -> None:
 def places(ranks: list[int], world_size: int, **others) -> list[dict[str, object]]:
     same = {"WORLD_SIZE": world_size, "MASTER_PORT": free_port(), "JOIN_TIMEOUT": 20, **others}
     return [{"RANK": rank, **same} for rank in ranks]
+
+
+def started(
+    function: Callable[..., Any], environments: list[dict[str, object]], *args: Any, **options
+) -> list:
+    """Run `function(cluster, *args)` in a process for each environment; return results and errors."""
+
+    def run(cluster: Any) -> Any:
+        set_variables(environments[cluster.rank])
+        return function(cluster, *args)
+
+    return run_ranks(run, len(environments), backend=None, **{"collect_failures": True, **options})

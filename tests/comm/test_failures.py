@@ -26,7 +26,7 @@ from comm.wire.transport import use_transport
 from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
-from tests.comm.places import places, set_variables
+from tests.comm.places import places, started
 
 linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
@@ -151,8 +151,7 @@ POINTS = {
 }
 
 
-def script(cluster, environments: list[dict[str, object]], victim: int, target: str) -> None:
-    set_variables(environments[cluster.rank])
+def script(cluster, victim: int, target: str) -> None:
     meeting._LINGER = 0.2
     with ExitStack() as dying:
         if cluster.rank == victim:
@@ -163,12 +162,17 @@ def script(cluster, environments: list[dict[str, object]], victim: int, target: 
                 collectives.all_reduce(torch.ones(100), pattern=pattern)
 
 
+def by_hand(function, world_size: int, *args: object) -> list[Any]:
+    """Run a function on ranks that are started by hand, whose timeouts are long: no error may need them."""
+    environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
+    return started(function, environments, *args)
+
+
 def printed_lines(
     capfd: pytest.CaptureFixture[str], function, world_size: int, *args: object
 ) -> dict[int, list[str]]:
     """Return the lines that each rank printed, without those of the rendezvous."""
-    environments = places(list(range(world_size)), world_size, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
-    run_ranks(function, world_size, environments, *args, backend=None, collect_failures=True)
+    by_hand(function, world_size, *args)
     lines = capfd.readouterr().err.splitlines()
     lines = [
         line
@@ -198,8 +202,8 @@ def wait_for_an_end(*args: object, **kwargs: object) -> None:
     os._exit(0)
 
 
-def with_one_stuck(cluster, environments: list[dict[str, object]]) -> None:
-    set_variables(environments[cluster.rank] | {"OP_TIMEOUT": 1})
+def with_one_stuck(cluster) -> None:
+    os.environ["OP_TIMEOUT"] = "1"
     with ExitStack() as stuck:
         if cluster.rank == 1:
             stuck.enter_context(replaced("torch.distributed.init_process_group", wait_for_an_end))
@@ -217,8 +221,7 @@ def send_slowly(connection: Any, message: dict[str, Any], send: Any = liveness.s
     time.sleep(0.1)  # as if the thread had lost its core
 
 
-def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> None:
-    set_variables(environments[cluster.rank])
+def in_a_ring(cluster, pattern: str) -> None:
     place = rendezvous.join()
     collectives.barrier()
     if place.rank == 2:
@@ -229,16 +232,14 @@ def in_a_ring(cluster, environments: list[dict[str, object]], pattern: str) -> N
 
 def test_all_survivors_name_the_rank_that_died_and_not_their_own_neighbour():
     for pattern in ("pipelined_ring", "torch"):
-        environments = places(list(range(4)), 4, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
-        errors = run_ranks(in_a_ring, 4, environments, pattern, backend=None, collect_failures=True)
+        errors = by_hand(in_a_ring, 4, pattern)
         for rank in (0, 1, 3):
             text = sentence(str(errors[rank])).strip()
             assert text.startswith(f"all_reduce ({pattern}): rank {rank} ")
             assert text.endswith(": rank 2 has died, so look for the first error in its log.")
 
 
-def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
-    set_variables(environments[cluster.rank])
+def uneven(cluster, short: int) -> None:
     place = rendezvous.join()
     try:
         for _ in range(2 if place.rank == short else 3):
@@ -251,8 +252,8 @@ def uneven(cluster, environments: list[dict[str, object]], short: int) -> None:
 
 def test_all_ranks_learn_that_a_rank_has_finished():
     for short in (0, 2):
-        start, environments = time.monotonic(), places([0, 1, 2], 3, JOIN_TIMEOUT=50, OP_TIMEOUT=50)
-        ends = run_ranks(uneven, 3, environments, short, backend=None, collect_failures=True)
+        start = time.monotonic()
+        ends = by_hand(uneven, 3, short)
         assert time.monotonic() - start < PROMPTLY
         assert ends.pop(short) is None
         for error in ends:
@@ -261,9 +262,8 @@ def test_all_ranks_learn_that_a_rank_has_finished():
             assert "has failed" not in str(error)
 
 
-def in_a_pipeline(cluster, environments: list[dict[str, object]], is_killed: bool) -> None:
+def in_a_pipeline(cluster, is_killed: bool) -> None:
     """Each rank waits for a message of the next one, and the last rank ends."""
-    set_variables(environments[cluster.rank])
     with joined() as place:
         collectives.barrier()
         if place.rank == 3 and is_killed:
@@ -290,8 +290,7 @@ def test_every_rank_of_a_chain_names_the_rank_at_its_end_and_not_its_own_neighbo
         assert sentence.endswith(cause)
 
 
-def cannot_save(cluster, environments: list[dict[str, object]]) -> None:
-    set_variables(environments[cluster.rank])
+def cannot_save(cluster) -> None:
     with joined() as place:
         on_all("begin", lambda: None)
         on_all("save it", die if place.rank == 1 else lambda: None)

@@ -20,9 +20,9 @@ from comm.membership.settings import refuse_without_kernels
 from comm.script import joined
 from comm.wire.transport import TRANSPORTS, use_transport
 from lab.launch.interface import open_store
-from lab.ranks import RankError, run_ranks
+from lab.ranks import RankError
 from lab.replace import replaced
-from tests.comm.places import VARIABLES, free_port, places, set_variables
+from tests.comm.places import VARIABLES, free_port, places, started
 from tests.listening import listening
 
 
@@ -35,7 +35,6 @@ def meet(*environments: dict[str, object], timeout: float = 40) -> list[Any]:
     """Start a process for each environment; return its rank, its world size and the sum of the ranks."""
 
     def come(cluster) -> tuple[int, int, float]:
-        set_variables(environments[cluster.rank])
         meeting._TELL, meeting._LINGER = 0.3, 0.5
         place = rendezvous.join()
         total = torch.tensor([float(place.rank)])
@@ -43,7 +42,7 @@ def meet(*environments: dict[str, object], timeout: float = 40) -> list[Any]:
         rendezvous.leave(place)
         return place.rank, place.world_size, total.item()
 
-    return ends_of(run_ranks(come, len(environments), backend=None, collect_failures=True, timeout=timeout))
+    return ends_of(started(come, list(environments), timeout=timeout))
 
 
 def anybody_listens(port: int) -> bool:
@@ -67,7 +66,7 @@ def test_ranks_meet_in_any_number_and_no_port_stays_open(capfd):
     assert "all 3 ranks have met" in capfd.readouterr().err
 
 
-def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str], set[str]]:
+def listened_to(cluster) -> tuple[set[str], set[str]]:
     """Join and use all patterns; return the addresses on which this rank listens, and Python's own."""
     bound: set[str] = set()
 
@@ -76,7 +75,6 @@ def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str
             bound.add(args[1][0])
 
     sys.addaudithook(watch)
-    set_variables(environments[cluster.rank])
     with joined():
         collectives.all_reduce(torch.ones(100_000), pattern="torch")
         for transport in TRANSPORTS:
@@ -89,8 +87,7 @@ def listened_to(cluster, environments: list[dict[str, object]]) -> tuple[set[str
 def test_ranks_started_by_hand_listen_in_the_network_of_the_master_only():
     for master in ("localhost", "127.0.0.1", own_network_address()):
         only = {"127.0.0.1" if master == "localhost" else master}
-        results = run_ranks(listened_to, 2, places([0, 1], 2, MASTER_ADDR=master), backend=None)
-        assert results == [(only, only)] * 2
+        assert started(listened_to, places([0, 1], 2, MASTER_ADDR=master)) == [(only, only)] * 2
 
 
 def test_without_any_variable_one_process_is_a_group_of_its_own():
@@ -168,24 +165,12 @@ LAUNCHERS = [
         ({"RANK": "0"}, "WORLD_SIZE is not set; start the script with torchrun"),
         ({"BACKEND": "mpi"}, "BACKEND is 'mpi'; it must be gloo or nccl"),
         ({"JOIN_TIMEOUT": "soon"}, "JOIN_TIMEOUT is 'soon'; it must be a number of seconds above 0"),
-        (
-            {"MASTER_ADDR": "0.0.0.0"},
-            "MASTER_ADDR is 0.0.0.0, which means every interface; it must be the address",
-        ),
-        (
-            {"MASTER_ADDR": "::1"},
-            "MASTER_ADDR is ::1, which has an IPv6 address only, but ranks connect over",
-        ),
+        ({"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR is 0.0.0.0, which means every interface"),
+        ({"MASTER_ADDR": "::1"}, "MASTER_ADDR is ::1, which has an IPv6 address only"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is 99999; it must be at most 65535"),
         ({"OP_TIMEOUT": "0"}, "OP_TIMEOUT is '0'; it must be a number of seconds above 0"),
-        (
-            {"OP_TIMEOUT": "1e300"},
-            "OP_TIMEOUT is '1e300'; it must be a number of seconds above 0 and at most",
-        ),
-        (
-            {"GLOO_SOCKET_IFNAME": "nosuch0"},
-            "GLOO_SOCKET_IFNAME is 'nosuch0', but this machine has no such network",
-        ),
+        ({"OP_TIMEOUT": "1e300"}, "OP_TIMEOUT is '1e300'; it must be a number of seconds"),
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "GLOO_SOCKET_IFNAME is 'nosuch0', but this machine has no"),
     ],
 )
 def test_a_variable_that_makes_no_sense_is_named(environment, sentence, monkeypatch):
@@ -223,10 +208,9 @@ def test_a_restarted_job_does_not_read_what_its_predecessor_left_in_the_agents_s
 def meet_on_gpus(visible: list[list[str]], **variables: object) -> list[Any]:
     """Start a rank for each entry, which lists its GPUs; return its device and backend, or its error."""
 
-    def come(cluster, environments: list[dict[str, object]]) -> tuple[str, str]:
+    def come(cluster) -> tuple[str, str]:
         names, asked = visible[cluster.rank], []
-        set_variables(environments[cluster.rank] | {"LOCAL_RANK": cluster.rank})
-        os.environ["BACKEND"] = str(variables.get("BACKEND", ""))
+        os.environ["LOCAL_RANK"] = str(cluster.rank)
         meeting._LINGER = 0.5
 
         def form(backend: str, **options: Any) -> None:
@@ -249,10 +233,8 @@ def meet_on_gpus(visible: list[list[str]], **variables: object) -> list[Any]:
             rendezvous.leave(joined)
         return str(joined.device), asked[0]
 
-    environments = places(list(range(len(visible))), len(visible))
-    return ends_of(
-        run_ranks(come, len(visible), environments, backend=None, collect_failures=True, timeout=40)
-    )
+    environments = places(list(range(len(visible))), len(visible), **variables)
+    return ends_of(started(come, environments, timeout=40))
 
 
 def test_a_rank_takes_its_gpu_of_all_or_the_only_one_that_it_is_shown():
@@ -273,9 +255,8 @@ def test_two_ranks_with_one_gpu_are_refused_on_all_ranks():
     ]
 
 
-def threads_after_joining(cluster, environments: list[dict[str, object]], cores: list[set[int]]) -> int:
+def threads_after_joining(cluster, cores: list[set[int]]) -> int:
     """Join with these cores; return the number of threads with which this rank then computes."""
-    set_variables(environments[cluster.rank])
     torch.set_num_threads(8)
     with (
         replaced("lab.launch.threads.own_cores", lambda: frozenset(cores[cluster.rank])),
@@ -287,7 +268,7 @@ def threads_after_joining(cluster, environments: list[dict[str, object]], cores:
 def test_ranks_started_by_hand_share_the_cores_of_their_machine():
     def threads(cores: list[set[int]], **others: object) -> list[int]:
         n = len(cores)
-        return run_ranks(threads_after_joining, n, places(list(range(n)), n, **others), cores, backend=None)
+        return started(threads_after_joining, places(list(range(n)), n, **others), cores)
 
     six = set(range(6))
     assert threads([six, six, six]) == [2, 2, 2]

@@ -17,7 +17,7 @@ from comm.script import start
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.comm.places import places, set_variables
+from tests.comm.places import places, started
 
 
 @dataclasses.dataclass
@@ -47,15 +47,13 @@ def test_sizes_that_no_message_has_are_refused_in_a_sentence():
 def outcome(capfd, *command_lines: str, **variables: object) -> tuple[list[str], str, str]:
     """Start a script's ranks with these command lines; return their exit codes and output."""
 
-    def run(cluster, environments: list[dict[str, object]]) -> str:
-        set_variables(environments[cluster.rank])
+    def run(cluster) -> str:
         sys.argv = ["script.py", *command_lines[cluster.rank].split()]
         start(main, Args)
         return "ended well"
 
     n = len(command_lines)
-    environments = places(list(range(n)), n, **variables)
-    results = run_ranks(run, n, environments, backend=None, collect_failures=True)
+    results = started(run, places(list(range(n)), n, **variables))
     out, err = capfd.readouterr()
     said = [line for line in err.splitlines() if ": here as" not in line and "ranks have met" not in line]
     return [str(result) for result in results], out, "\n".join(said)

@@ -1,11 +1,19 @@
 """A step's predicted time: its computing, and what the link sends after that."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 
 from comm import cost
 from comm.cost import Link
+from comm.wire import slow_link
+from lab.ranks import run_ranks
 from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
+from training.calibrate import TINY_BYTES, measure_all_reduce, measure_flops
 from training.predict import observed_step, predicted_seconds, step_seconds
 
 SECOND = 1_000_000_000
@@ -92,3 +100,45 @@ def test_the_prediction_of_a_run_is_the_median_of_its_steps():
     assert predicted([OVERLAPPED]) == step_seconds(
         *messages, lambda size: cost.seconds("all_reduce", "ring", size, 2, link)
     )
+
+
+@contextmanager
+def simulated_time() -> Iterator[None]:
+    """Let this rank's clock advance by its sleeps only, for slow links, spans and measurements.
+
+    Ranks with equal links then have equal clocks, because each sleeps as long as the others.
+    """
+    ns = 0
+
+    def now() -> int:
+        return ns
+
+    def sleep(seconds: float) -> None:
+        nonlocal ns
+        ns += round(seconds * 1e9)
+
+    with (
+        mock.patch("time.perf_counter_ns", now),
+        mock.patch("lab.trace.timeline.now", now),
+        mock.patch("time.sleep", sleep),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("link", [Link(1e-4, 8e-6), Link(0.05, 1 / 12.5e6)])
+def test_a_slow_link_is_measured_in_seconds_and_alike_on_all_ranks(link: Link):
+    def measured(cluster) -> tuple[float, Link]:
+        with simulated_time(), slow_link.slowed(link):
+            found = measure_all_reduce("ring")
+            return time.perf_counter_ns() / 1e9, found
+
+    (seconds, found), *others = run_ranks(measured, 2)
+    assert all(other == found for _, other in others)
+    assert seconds < 4
+    assert link.alpha <= found.alpha <= link.alpha + TINY_BYTES * link.beta  # the tiny tensor has some
+    assert found.beta == pytest.approx(link.beta, rel=1e-4)
+
+
+def test_all_ranks_know_the_flops_of_all_together():
+    one, other = run_ranks(lambda cluster: measure_flops(cluster.device), 2)
+    assert one == other > 1e6
