@@ -1,3 +1,5 @@
+"""What a step takes, sends and holds in memory."""
+
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -5,12 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lab.cluster import Cluster
+from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace import meter as meter_module
+from lab.trace import metronome as metronome_module
 from lab.trace.ledger import LEDGER
+from lab.trace.memory import live_bytes, saved_activations
 from lab.trace.meter import Meter
-from tests.summary import FIELDS
+from lab.trace.metronome import Metronome, metronome_of
+from tests.run_modes import FIELDS
 
 
 def rank(number: int = 0, world_size: int = 1) -> Cluster:
@@ -96,3 +104,69 @@ def test_peak_memory_sees_what_was_freed_again_but_not_what_was_freed_before_the
     except OSError:
         pytest.skip("this system does not let a process reset its peak")
     assert 50 << 20 < grown < 90 << 20
+
+
+def test_a_storage_counts_once_however_many_tensors_look_at_it():
+    whole = torch.zeros(1000)
+    views = [whole[:10], whole.view(10, 100).t(), whole.detach(), nn.Parameter(whole)]
+    assert live_bytes({"mine": [whole, *views]})["mine"] == 4000
+    assert live_bytes({"mine": views[:1]})["mine"] == 4000  # what a small view keeps alive
+    assert live_bytes({"first": views, "second": [whole]})["second"] == 0
+
+
+def forward_bytes(model: nn.Module, forward, x: Tensor) -> int:
+    with saved_activations(model.parameters) as saved:
+        loss = forward(x).square().sum()
+    loss.backward()
+    return saved.bytes
+
+
+def test_what_autograd_saves_is_counted_without_the_parameters_and_of_a_recomputed_block_its_input_only():
+    layer, x = nn.Linear(10, 20), torch.zeros(3, 10)
+    assert forward_bytes(layer, layer, x) == 4 * (3 * 10 + 3 * 20)  # its input, and the square's
+    # The weight is saved as well where the input needs a gradient.
+    assert forward_bytes(layer, layer, x.requires_grad_()) == 4 * (3 * 10 + 3 * 20)
+    layers = nn.Sequential(*(nn.Linear(10, 10) for _ in range(9)))
+    assert forward_bytes(layers, layers, x) == 10 * 4 * 30
+    assert forward_bytes(layers, lambda x: checkpoint(layers, x, use_reentrant=False), x) == 2 * 4 * 30
+
+
+LAYERS = 3
+X = torch.zeros(2, 5, dtype=torch.long)
+
+
+def metronome(tied: bool, seconds: float = 0.25) -> Metronome:
+    return metronome_of(GPT(GPTConfig.named("tiny", num_layers=LAYERS, tied=tied)), seconds)
+
+
+def home(name: str) -> int:
+    """Return the layer in which the backward completes the gradient of parameter `name`."""
+    if name.startswith("blocks."):
+        return int(name.split(".")[1])
+    return 0 if "embedding" in name else LAYERS - 1
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[Any]:
+    """Return a list to which a sleep adds its seconds, instead of taking them."""
+    entries: list[Any] = []
+    monkeypatch.setattr(metronome_module.time, "sleep", entries.append)
+    return entries
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_hooks_of_a_layer_run_after_its_sleep_and_before_the_sleep_of_the_layer_below(tied, log):
+    model = metronome(tied)
+    for name, parameter in model.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
+    loss = loss_of(model(X), X)
+    assert log == [0.25] * LAYERS
+    log.clear()
+    loss.backward()
+    groups: list[set[str]] = []  # the names that were logged after each sleep
+    for entry in log:
+        groups[-1].add(entry) if isinstance(entry, str) else groups.append(set())
+    names = [name for name, _ in model.model.named_parameters()]
+    assert groups == [{name for name in names if home(name) == layer} for layer in reversed(range(LAYERS))]
+    # Making the gradients is part of the layer's time.
+    assert all(0 < entry <= 0.5 for entry in log if not isinstance(entry, str))

@@ -1,8 +1,7 @@
 """`make diff` shows what a step of a lesson changes in its concept, and nothing else."""
 
+import functools
 import itertools
-import subprocess
-import sys
 
 import pytest
 
@@ -42,6 +41,7 @@ def run(*names: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_command_is_plain_where_it_is_piped_and_an_unknown_name_ends_in_a_sentence():
+    run = functools.partial(python, "-m", "lab.what_changed")
     done = run("naive", "overlap")
     assert done.returncode == 0 and "\x1b" not in done.stdout
     assert done.stdout.startswith("data_parallel/train_naive.py -> data_parallel/train_overlap.py\n")

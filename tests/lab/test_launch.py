@@ -1,0 +1,99 @@
+"""Ranks get GPUs in turn and their share of the cores, and a signal stops a training after its step."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lab.launch import interrupt, threads
+from lab.launch.errors import Stopped, WorkbookError
+from lab.launch.interrupt import FORWARDED_SECONDS, StopRequest
+from lab.ranks import run_ranks
+
+
+def with_gpus(number: int) -> mock._patch:
+    return mock.patch.multiple(torch.cuda, is_available=lambda: number > 0, device_count=lambda: number)
+
+
+@pytest.mark.parametrize(
+    "gpus, options, sentence",
+    [
+        (0, {"device": "cuda"}, "device='cuda'): this machine has 0 GPUs."),
+        (2, {"device": "gpu"}, "device='gpu'): it must be 'cpu' or 'cuda'."),
+        (2, {"backend": "nccl"}, "backend='nccl'): nccl sends from GPUs only; add device='cuda'."),
+        (2, {"backend": "nccl", "device": "cuda"}, "backend='nccl'): 3 ranks have 2 GPUs, and nccl needs"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_in_a_sentence(gpus, options, sentence):
+    with with_gpus(gpus), pytest.raises(WorkbookError) as error:
+        run_ranks(lambda cluster: None, 3, **options)
+    assert str(error.value).startswith(f"run_ranks({sentence}")
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, float("inf")),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, float("inf")),
+        ({}, float("inf")),
+    ],
+)
+def test_a_containers_limit_is_read(files, cores, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(threads, "CGROUP", Path(tmp_path))
+    assert threads.core_limit() == cores
+
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """A clock that stands still until a test moves it."""
+    at = [1000.0]
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: at[0])
+    return at
+
+
+def send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+    time.sleep(0)
+
+
+@pytest.mark.parametrize("signum", BOTH)
+def test_the_first_signal_requests_a_stop_and_says_so_in_a_line(signum, capfd):
+    with StopRequest() as stop:
+        assert not stop.requested
+        send(signum)
+    assert stop.requested
+    out, err = capfd.readouterr()
+    assert out == "" and err.strip() == "stopping after this step; a second Ctrl-C stops at once"
+
+
+def test_sigusr1_requests_a_stop_by_the_scheduler_however_often_it_comes(clock, capfd):
+    with StopRequest() as stop:
+        for _ in range(3):
+            send(signal.SIGUSR1)
+            clock[0] += FORWARDED_SECONDS + 0.01
+        assert stop.requested and stop.exit_code == Stopped.BY_SCHEDULER
+    assert capfd.readouterr().err.strip() == "stopping after this step, because the scheduler asks for it"
+
+
+@pytest.mark.parametrize("signum", BOTH)
+def test_a_second_signal_later_stops_at_once_and_the_handlers_are_restored(clock, signum):
+    before = [signal.getsignal(each) for each in (*BOTH, signal.SIGUSR1)]
+    with pytest.raises(KeyboardInterrupt):
+        with StopRequest() as stop:
+            send(signal.SIGINT)
+            clock[0] += FORWARDED_SECONDS + 0.01
+            send(signum)
+            pytest.fail("went on after the second signal")
+    assert stop.requested and [signal.getsignal(each) for each in (*BOTH, signal.SIGUSR1)] == before
