@@ -3,9 +3,9 @@
 from exercises.mutants import mutant
 
 CHECKPOINT = "tests/training/test_checkpoint.py::"
-RESUME = "tests/hybrid_parallel/test_resume.py::"
+RESUME = "tests/hybrid_parallel/test_state.py::"
 PIPELINES = "tests/pipeline_parallel/test_training.py::"
-RANDOMNESS = "tests/training/test_randomness.py::"
+RANDOMNESS = "tests/training/test_run.py::"
 EVALUATION = "tests/training/test_evaluation.py::"
 
 mutant(
@@ -43,7 +43,7 @@ mutant(
     "The last good checkpoint is gone: one whose weights are not finite has replaced it.",
     target="training.checkpoint.Checkpoints._write",
     changes={"refuse_diverged(mine)": ""},
-    killer="tests/training/test_finite.py::"
+    killer="tests/training/test_run.py::"
     "test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays",
 )
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.hybrid_parallel.elastic_mesh import survivors_end_as_one_process
+from tests.hybrid_parallel.test_elastic_mesh import survivors_end_as_one_process
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Compare a GPT or an MLP on a mesh with one process: each gradient and each parameter, in each step."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -8,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from comm.collectives import all_reduce
 from comm.functions import InFlightAllGather
+from expert_parallel.config import MoEConfig
 from expert_parallel.full_state import full_state
 from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.hybrid import HybridParallel
@@ -24,7 +26,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPT, IGNORED, MLP, GPTConfig, loss_of
 from lab.trace.ledger import LEDGER, Entry, Traffic
-from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
+from tests.expert_parallel.reference import NaiveMixture
 from training.valid_targets import count_valid, valid_targets
 
 RTOL, LEARNING_RATE, CLIP, STEPS = 1e-9, 0.3, 0.5, 2
@@ -215,3 +217,37 @@ def compare(cluster: Cluster, sizes: ParallelSizes, experts: Experts | None = No
         ours, expected = with_all_experts(hybrid, own), those_of(hybrid, step.parameters)
         done = f"parameter after step {number} (its gradients and norm were right), {what},"
         assert_same(ours, expected, RTOL, done)
+
+
+class PlainMixture(NaiveMixture):
+    """A NaiveMixture that computes all tokens at once."""
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        rows, moe = x_btd.flatten(0, 1), self.moe
+        self.probabilities = (rows @ self.router.weight.T).softmax(-1)
+        chosen_tE = torch.zeros_like(self.probabilities).scatter(
+            1, (self.probabilities.detach() + self.router.bias_E).topk(moe.top_k).indices, 1.0
+        )
+        self.counts = chosen_tE.sum(0).int().tolist()
+        if moe.capacity is not None:
+            of_each_rank = chosen_tE.unflatten(0, (self.num_ranks, -1))
+            limit = math.ceil(moe.capacity * of_each_rank.shape[1] * moe.top_k / moe.num_experts)
+            fits = (of_each_rank.cumsum(1) <= limit).flatten(0, 1)
+            self.dropped += int((chosen_tE * ~fits).sum())
+            chosen_tE = chosen_tE * fits
+        weights_tE = chosen_tE * self.probabilities
+        outputs = (weights_tE[:, e, None] * self.experts[str(e)](rows) for e in range(moe.num_experts))
+        return sum(outputs, torch.zeros_like(rows)).view_as(x_btd)
+
+
+def with_plain_experts(model: GPT, moe: MoEConfig, num_ranks: int) -> GPT:
+    """Return the model with a PlainMixture in each block, whose weights are not set."""
+    for block in model.blocks:
+        block.mlp = PlainMixture(model.config, moe, num_ranks).to(model.head.weight)
+    return model
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor:
+    """Return the sum over blocks of the auxiliary losses of the last forward; 0 without experts."""
+    layers = (module for module in model.modules() if isinstance(module, PlainMixture))
+    return sum((layer.auxiliary_loss() for layer in layers), torch.zeros(()))

@@ -1,19 +1,29 @@
 """Survivors of a death on a mesh end where an undisturbed process ends. tests/end_to_end has more meshes."""
 
 import dataclasses
+import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from comm.membership.survivors import Survivors
 from hybrid_parallel.elastic import train_elastic_mesh
-from hybrid_parallel.elastic.train_elastic_mesh import sizes_for
+from hybrid_parallel.elastic.train_elastic_mesh import ElasticMeshArgs, sizes_for
 from hybrid_parallel.sizes import ParallelSizes
+from hybrid_parallel.train_hybrid import begin
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
-from tests.hybrid_parallel.elastic_mesh import ARGS, survivors_end_as_one_process, train
-from tests.hybrid_parallel.test_elastic import at_step
+from tests.hybrid_parallel.test_elastic import and_then, at_step, die
+from training.checkpoint import Checkpoints, complete_steps
+from training.resuming import Resuming
+from training.state_shards import tensors_and_numbers
 
 
 def test_a_death_beside_zero_3_leaves_the_state_of_one_process(tmp_path):
@@ -69,3 +79,52 @@ def test_the_mesh_of_the_survivors_keeps_cut_sequences_and_divided_experts_where
 def test_survivors_that_cannot_divide_the_model_say_so():
     with pytest.raises(WorkbookError, match="5 ranks are left, and cannot train this model: 24 examples in"):
         sizes_for(5, ARGS, ParallelSizes(data=6, zero=3))
+
+
+ARGS = ElasticMeshArgs(
+    steps=6, batch_size=24, size="tiny", layers=4, clip=0.1, json=True, patience=5.0, checkpoint_every=2
+)
+
+
+def train(cluster: Cluster, args: ElasticMeshArgs, victim: str = "") -> None:
+    torch.set_default_dtype(torch.float64)
+    if cluster.rank == 1 and victim:
+        owner, name, call = {
+            "load": (Resuming, "_load", 0),
+            "save": (Checkpoints, "save", 1),
+            "form": (Survivors, "_form", 1),
+        }[victim]
+        at_step(call, owner, name, and_then(die))
+    train_elastic_mesh.main(cluster, args)
+
+
+def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
+    """Return all parameters and both moments of each from the checkpoint of the last step."""
+    torch.set_default_dtype(torch.float64)
+    _, hybrid = begin(cluster, dataclasses.replace(args, checkpoint=None), "hybrid_elastic_mesh")
+    assert complete_steps(Path(str(args.checkpoint)))[-1] == args.steps
+    checkpoints = Checkpoints(str(args.checkpoint), cluster)
+    shards = hybrid.shards(hybrid.optimizer)
+    checkpoints.load(args.steps, shards)
+    tensors, _ = tensors_and_numbers(shards)
+    return {shard.name: shard.tensor.detach().clone() for shard in tensors}
+
+
+@functools.cache
+def undisturbed(experts: int) -> dict[str, Tensor]:
+    with tempfile.TemporaryDirectory() as folder:
+        args = dataclasses.replace(ARGS, checkpoint=folder, experts=experts)
+        run_ranks(train, 1, args, timeout=60)
+        return run_ranks(end_of, 1, args)[0]
+
+
+def survivors_end_as_one_process(folder: Path, dead: set[int], victim: str = "", **changes: Any) -> None:
+    args = dataclasses.replace(ARGS, checkpoint=str(folder / "run"), **changes)
+    results = run_ranks(train, 4, args, victim, collect_failures=True, timeout=100)
+    for rank, result in enumerate(results):
+        if rank in dead:
+            assert "killed by SIGKILL" in str(result), result
+        else:
+            assert not isinstance(result, RankError), result
+    alone = dataclasses.replace(ARGS, checkpoint=args.checkpoint, experts=args.experts)
+    assert_same(run_ranks(end_of, 1, alone)[0], undisturbed(args.experts), what="parameter or moment")

@@ -32,35 +32,16 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def formed(sizes: ParallelSizes) -> dict[str, list[list[int]]]:
-    """Return the groups that the ranks of a mesh form together, by name, each once."""
-
-    def own(cluster: Cluster) -> dict[str, list[int]]:
-        mesh = Mesh(cluster, sizes)
+def test_ranks_along_data_and_context_are_replicas_which_share_experts_and_hold_the_same_ones():
+    def own(cluster: Cluster) -> list[list[int]]:
+        mesh = Mesh(cluster, ParallelSizes(pipeline=2, data=2, context=2, expert_ranks=2))
         experts = mesh.form_expert_groups()
-        of_experts = {"share experts": experts.experts, "hold the same": experts.replicas}
         assert ranks_of(experts.everyone) == ranks_of(mesh.replicas)
-        groups = {axis: mesh.group(axis) for axis in AXES} | {"replicas": mesh.replicas} | of_experts
-        return {name: ranks_of(group) for name, group in groups.items()}
+        return [ranks_of(group) for group in (mesh.replicas, experts.experts, experts.replicas)]
 
-    of_rank = run_ranks(own, sizes.world_size)
-    for rank, groups in enumerate(of_rank):
-        assert all(rank in ranks for ranks in groups.values())
-    return {
-        name: [list(ranks) for ranks in dict.fromkeys(tuple(groups[name]) for groups in of_rank)]
-        for name in of_rank[0]
-    }
-
-
-def test_ranks_that_differ_in_one_coordinate_form_a_group_and_those_along_data_and_context_are_replicas():
-    groups = formed(ParallelSizes(pipeline=2, data=2, context=2, expert_ranks=2))
-    assert groups["pipeline"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert groups["context"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups["tensor"] == [[0], [1], [2], [3], [4], [5], [6], [7]]
-    assert groups["replicas"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert groups["share experts"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups["hold the same"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    found = run_ranks(own, 8)
+    assert found[:2] == [[[0, 1, 2, 3], [0, 1], [0, 2]], [[0, 1, 2, 3], [0, 1], [1, 3]]]
+    assert found[6:] == [[[4, 5, 6, 7], [6, 7], [4, 6]], [[4, 5, 6, 7], [6, 7], [5, 7]]]
 
 
 def test_neighbours_are_in_one_tensor_group_and_stages_are_the_farthest_apart():

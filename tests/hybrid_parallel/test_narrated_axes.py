@@ -15,8 +15,17 @@ from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
 from lab.trace.ledger import Entry, Traffic
-from tests.hybrid_parallel.equivalence import Tensors, batch, counting, full, gpt, gradients_of, those_of
-from tests.hybrid_parallel.plain_experts import auxiliary_loss, with_plain_experts
+from tests.hybrid_parallel.equivalence import (
+    Tensors,
+    auxiliary_loss,
+    batch,
+    counting,
+    full,
+    gpt,
+    gradients_of,
+    those_of,
+    with_plain_experts,
+)
 
 
 def test_gradients_are_means_over_the_ranks_of_the_data_and_the_context_axis():

@@ -1,21 +1,31 @@
 """A checkpoint has every element of the model and of AdamW's moments once, and every mesh can load it."""
 
+import os
+import runpy
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from expert_parallel.config import MoEConfig
 from hybrid_parallel.expert_axis import Experts
+from hybrid_parallel.export import export
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from hybrid_parallel.train_hybrid import put_on_mesh
-from lab.check import assert_same
+from lab.check import assert_same, state_digest
 from lab.cluster import Cluster
+from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, gpt
+from tests.hybrid_parallel.test_run import summaries
+from tests.run_modes import ROOT
+from tests.training.checkpoint_toys import refusal
 from training.checkpoint import Checkpoints, fill, read_manifest
 from training.state_shards import StateShard
 
@@ -116,3 +126,45 @@ def test_a_checkpoint_of_cut_sequences_loads_on_other_meshes_and_theirs_where_se
         Sizes(pipeline=2, data=2, zero=1, microbatches=2),
         Sizes(context=3, zero=3),
     )
+
+
+def test_plain_pytorch_loads_what_is_exported_from_a_mesh(tmp_path, monkeypatch, capsys):
+    meshes = {"shards": {"tensor": 2, "zero": 3}, "stages": {"pipeline": 2, "microbatches": 2}}
+    folders = {name: tmp_path / name for name in meshes}
+    runs = [
+        sizes | {"layers": 2, "steps": 1, "checkpoint": str(folders[name])} for name, sizes in meshes.items()
+    ]
+    model = GPT(GPTConfig.named("tiny", num_layers=2))
+    for (name, folder), trained in zip(folders.items(), summaries(4, runs), strict=True):
+        out = tmp_path / f"{name}.safetensors"
+        assert export(folder / "step-1", out) == len(model.state_dict())
+        model.load_state_dict(load_file(out))
+        assert state_digest(model.state_dict())[:16] == trained["replica_digest"]
+
+    same = tmp_path / "same"
+    monkeypatch.setattr("sys.argv", ["export.py", str(folder), str(same)])
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "hybrid_parallel" / "export.py"), run_name="__main__")
+    said = f"{same} has the {len(model.state_dict())} tensors of the model in {folder}.\n"
+    assert capsys.readouterr().out == said
+    assert same.read_bytes() == out.read_bytes()
+    missing = tmp_path / "missing" / "out.safetensors"
+    assert refusal(export, folder, missing).startswith(f"cannot write {missing}: No such file or directory")
+    kept = ["same", "shards", "shards.safetensors", "stages", "stages.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == kept, "nothing is left"
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_a_sentence(tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert refusal(export, tmp_path / "run", out) == f"there is no complete checkpoint in {tmp_path / 'run'}"
+
+
+def test_a_resumed_run_on_another_mesh_goes_on_where_the_first_one_was():
+    stages, shards = {"pipeline": 2, "microbatches": 2}, {"tensor": 2}
+    [alone] = summaries(1, [{"model": "mlp", "steps": 4}])
+    with tempfile.TemporaryDirectory() as folder:
+        run = {"model": "mlp", "checkpoint": folder}
+        first = run | stages | {"steps": 2}
+        _, going_on = summaries(2, [first, run | shards | {"steps": 4, "resume": True}])
+    for what in ("last_loss", "validation_loss"):
+        assert going_on[what] == pytest.approx(alone[what], rel=1e-5)
