@@ -4,7 +4,10 @@ import ast
 import contextlib
 import functools
 import importlib
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -35,6 +38,11 @@ FEW_STEPS = {
     "diloco_plain": ["--steps", "1", "--sync-every", "1"],
 }
 """Options with which a mode's run is short; every other mode takes --steps."""
+
+
+FIELDS = ["run_mode", "world_size", "steps", "first_loss", "last_loss", "step_seconds", "tokens_per_second"]
+FIELDS += ["peak_memory_bytes", "bytes_sent", "messages_sent"]
+"""The fields with which the summary of every train script begins, in their order."""
 
 
 class Start(NamedTuple):
@@ -78,6 +86,26 @@ def offers(mode: str, option: str, choice: str | None = None) -> bool:
     """Tell whether the mode's command line has the option, such as "checkpoint", and this choice of it."""
     offered = get_type_hints(start_of(mode).arguments, include_extras=True).get(option, NotOffered)
     return offered != NotOffered and (choice is None or choice in get_args(offered))
+
+
+def python(
+    *words: object, cwd: Path = ROOT, timeout: float = 100, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words to its end."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def start_python(
+    *words: object, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start Python with these words, its output in pipes."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def train(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import pytest
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
-from tests.run_modes import SCRIPTS, offers, train
-from tests.summary import FIELDS
+from tests.run_modes import FIELDS, SCRIPTS, offers, train
 
 SHORT = ("--size", "tiny", "--batch-size", "8", "--lr", "3e-3", "--seed", "1")
 OPTIONS = {
@@ -26,14 +25,8 @@ OPTIONS = {
     "data_parallel_compressed": ("--compress", "float32"),
     "diloco_plain": ("--sync-every", "1"),
 }
-OTHERS = (
-    "comm",
-    "point_to_point",
-    "train",
-    "diloco_elastic",
-    "hybrid_elastic",
-    "hybrid_elastic_mesh",
-)  # have tests of their own
+# These have tests of their own.
+OTHERS = ("comm", "point_to_point", "train", "diloco_elastic", "hybrid_elastic", "hybrid_elastic_mesh")
 TRAINED = [mode for mode in SCRIPTS if mode not in OTHERS]
 OPTIONS |= {mode: ("--microbatches", "4", "--layers", "6") for mode in TRAINED if "pipeline" in mode}
 RESUMED = [mode for mode in TRAINED if offers(mode, "checkpoint")]

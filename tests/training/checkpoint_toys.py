@@ -61,6 +61,14 @@ def shards_of_rank(rank: int, world_size: int, value: float, tensor: int = 1) ->
     return shards
 
 
+def save_once(cluster: Cluster, folder: Path, shards: list[StateShard]) -> Checkpoints:
+    """Save the shards as step 1."""
+    checkpoints = Checkpoints(folder, cluster)
+    checkpoints.save(1, shards)
+    checkpoints.wait()
+    return checkpoints
+
+
 def save(cluster: Cluster, folder: Path, *values: int, tensor: int = 1, keep: int = 3) -> None:
     """Save the toy tensors of each value as a step of that number."""
     checkpoints = Checkpoints(folder, cluster, keep)

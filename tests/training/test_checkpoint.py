@@ -17,7 +17,16 @@ import torch
 from lab.check import state_digest
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tests.training.checkpoint_toys import Evil, full, load, load_step, refusal, save, shards_of_rank
+from tests.training.checkpoint_toys import (
+    Evil,
+    full,
+    load,
+    load_step,
+    refusal,
+    save,
+    save_once,
+    shards_of_rank,
+)
 from training import checkpoint
 from training.checkpoint import Checkpoints, claim, complete_steps, fill, read_manifest
 from training.state_shards import StateShard, buffer_shards, plain_shards, trained_shards
@@ -50,9 +59,7 @@ def test_ranks_that_hold_the_same_save_about_equally_much_and_nothing_twice(tmp_
     def work(cluster: Cluster) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(50, 50) for _ in range(12)))
         shards = [one for name, p in model.named_parameters() for one in trained_shards(name, p, None)]
-        checkpoints = Checkpoints(tmp_path, cluster)
-        checkpoints.save(1, shards)
-        checkpoints.wait()
+        save_once(cluster, tmp_path, shards)
 
     run_ranks(work, 3)
     sizes = [path.stat().st_size for path in (tmp_path / "step-1").glob("save-*")]
@@ -64,9 +71,7 @@ def test_what_only_some_ranks_hold_is_saved_by_one_of_them():
     def work(cluster: Cluster, folder: Path) -> None:
         own = [("router", 0), ("norm", 0), *((f"expert.{2 * (cluster.rank % 2) + i}", i) for i in range(2))]
         shards = [StateShard(f"model/{name}", torch.full((3,), float(value))) for name, value in own]
-        checkpoints = Checkpoints(folder, cluster)
-        checkpoints.save(1, shards)
-        checkpoints.wait()
+        save_once(cluster, folder, shards)
 
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(work, 4, Path(folder))
@@ -85,10 +90,8 @@ def test_the_state_of_an_optimizer_lies_where_its_parameter_does():
         own.square().sum().backward()
         optimizer.step()
         if folder is not None:
-            checkpoints = Checkpoints(folder, cluster)
             shards = trained_shards("weight", own, optimizer, shape=(2, 5), start=cluster.rank * rows)
-            checkpoints.save(1, shards)
-            checkpoints.wait()
+            save_once(cluster, folder, shards)
         return {name: value.tolist() for name, value in optimizer.state[own].items()} | {"own": own.tolist()}
 
     def resumed(cluster: Cluster, folder: Path) -> dict[str, Any]:
@@ -113,10 +116,8 @@ def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
             time.sleep(0.2)
             write_manifest(*args)
 
-        checkpoints = Checkpoints(folder, cluster)
         with mock.patch.object(checkpoint, "write_manifest", slowly):
-            checkpoints.save(1, [StateShard("model/x", torch.ones(3))])
-            checkpoints.wait()
+            save_once(cluster, folder, [StateShard("model/x", torch.ones(3))])
         return complete_steps(folder) == [1]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -440,10 +441,7 @@ def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infini
             model.register_buffer(name, torch.full((2,), float(cluster.rank)))
         model.register_buffer("mask", torch.full((2,), -torch.inf))
         model.register_buffer("cache", torch.zeros(9 + cluster.rank), persistent=False)
-        checkpoints = Checkpoints(tmp_path, cluster)
-        checkpoints.save(1, buffer_shards(model))
-        checkpoints.wait()
-        checkpoints.load(1, buffer_shards(model))
+        save_once(cluster, tmp_path, buffer_shards(model)).load(1, buffer_shards(model))
         return [buffer[0].item() for buffer in model.state_dict().values()]
 
     assert run_ranks(work, 3) == [[0, 0, 0, -torch.inf]] * 3

@@ -61,38 +61,6 @@ def test_a_parameter_that_changed_after_wrapping_is_named(
         model(x)
 
 
-def test_a_second_backward_is_refused_until_the_first_one_is_finished() -> None:
-    model = watch(Wrapper(layers()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.require_backward_grad_sync = False
-    backward(model)
-    backward(model)
-    with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync"):
-        optimizer.step()  # the gradients are those of this rank
-    model.require_backward_grad_sync = True
-    backward(model)
-    with pytest.raises(WorkbookError, match=r"Call finish_gradient_sync\(\) after the last backward"):
-        optimizer.step()
-    for is_last in (False, True):
-        model.require_backward_grad_sync = is_last
-        with pytest.raises(WorkbookError, match=r"Another backward began before finish_gradient_sync"):
-            backward(model)
-    model.finish_gradient_sync()
-    optimizer.step()
-    backward(model)
-
-
-def test_a_step_after_a_parameter_was_unfrozen_is_refused_where_no_forward_runs_through_the_wrapper() -> None:
-    model = Wrapper(layers())
-    frozen = next(model.parameters()).requires_grad_(False)
-    watch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()
-    frozen.requires_grad_(True)
-    with pytest.raises(WorkbookError, match=r"weight was added, .* after wrapping"):
-        optimizer.step()
-
-
 def test_sparse_gradients_are_refused_at_wrapping_and_in_the_backward() -> None:
     with pytest.raises(WorkbookError, match="1 has sparse gradients"):
         watch(Wrapper(nn.Sequential(nn.Linear(1, 1), nn.Embedding(5, 2, sparse=True))))

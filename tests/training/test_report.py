@@ -4,20 +4,26 @@ import json
 import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from comm.wire import shared_memory
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
+from lab.trace.timeline import read_chrome_trace, write_chrome_trace
 from lab.what_changed import SHORT
 from tests.run_modes import NEXT, SCRIPTS, offers
 from tests.training.attempts import train
-from training import conclusion
+from training import compare, conclusion
 from training.report import median, pattern_and_transport, print_report
 
 OURS = "shared_memory" if shared_memory.is_possible() else "sockets"
+
+FIGURES = {"run_mode": "zero1", "world_size": 2, "steps": 3, "step_seconds": 0.1, "tokens_per_second": 9.0}
 
 # Mode, options, and the pattern and the transport that the report names.
 RUNS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -31,14 +37,7 @@ RUNS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 def test_json_is_one_line_on_stdout_and_a_report_has_all_rows_only_if_it_is_verbose(capfd):
-    figures = {
-        "run_mode": "zero1",
-        "world_size": 2,
-        "steps": 3,
-        "step_seconds": 0.1,
-        "tokens_per_second": 9.0,
-    }
-    figures |= {"bytes_sent": 70, "messages_sent": 2, "bytes_formula": 70, "messages_formula": 3}
+    figures = FIGURES | {"bytes_sent": 70, "messages_sent": 2, "bytes_formula": 70, "messages_formula": 3}
     rank_0, rank_1 = (Cluster(i, 2, i, torch.device("cpu"), dist.HashStore()) for i in range(2))
     print_report(rank_1, figures)
     print_report(rank_0, figures, as_json=True, rows={"a lesson": "adds this"}, meaning="And this.")
@@ -77,19 +76,8 @@ def test_what_to_run_next_is_offered_there():
 
 
 def test_a_sentence_fits_the_number_of_ranks():
-    figures = {
-        "run_mode": "zero1",
-        "world_size": 1,
-        "steps": 3,
-        "step_seconds": 1.0,
-        "tokens_per_second": 9.0,
-    }
-    figures |= {
-        "compute_seconds": 0.8,
-        "communication_seconds": 0.1,
-        "hidden_share": 0.0,
-        "blocking_share": 1.0,
-    }
+    figures = FIGURES | {"world_size": 1, "step_seconds": 1.0, "compute_seconds": 0.8}
+    figures |= {"communication_seconds": 0.1, "hidden_share": 0.0, "blocking_share": 1.0}
     [said] = conclusion.sentences(figures, None)
     assert said == "One rank sends nothing: make run RUN_MODE=zero1 WORLD_SIZE=2 divides the work."
     assert "communication" not in dict(conclusion.rows(figures, {}))
@@ -102,3 +90,56 @@ def test_a_run_without_messages_names_its_own_pattern_and_no_transport():
     traffic = {Entry("broadcast", "tree"): Traffic(0, 0)}
     assert pattern_and_transport(traffic, "ring") == {"pattern": "ring", "transport": "none (one rank)"}
     assert median([None, 3.0, 1.0]) == 2.0 and median([None]) is None
+
+
+def figures(mode: str, step: float, communication: float | None = 0.4, **more: object) -> compare.Figures:
+    shares = {"compute_seconds": 0.5, "communication_seconds": communication, "hidden_share": 0.25}
+    counted = {"bytes_sent": 10, "messages_sent": 2, "peak_memory_bytes": 7, "last_loss": None}
+    return {"run_mode": mode, "world_size": 2, "steps": 4, "step_seconds": step} | shares | counted | more
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        (
+            (figures("a", 1.0), figures("b", 0.25, 0.2)),
+            "A step of b takes 0.25 of one of a: 150.0 ms instead of 300.0 ms of communication that no "
+            "computing hides, and 500.0 ms instead of 500.0 ms of computing.",
+        ),
+        ((figures("a", 1.0, None), figures("b", 2.0)), "A step of a takes 0.50 of one of b."),
+        (
+            (figures("a", 1.0, None, bubble=0.2), figures("b", 2.0, None, bubble=0.6)),
+            "A step of a takes 0.50 of one of b: ranks are idle for 20% of it instead of 60%.",
+        ),
+    ],
+)
+def test_the_sentence_says_where_the_time_of_the_slowest_went(runs, sentence):
+    assert compare.conclusion({f["run_mode"]: (f, []) for f in runs}) == sentence
+
+
+def test_the_table_has_no_row_that_no_mode_can_fill():
+    table = compare.table_of({f["run_mode"]: (f, []) for f in (figures("a", 1.0), figures("b", 2.0, None))})
+    names = list(table.columns[0].cells)
+    assert "not hidden" in names and "bubble" not in names and "last loss" not in names
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path):
+    events = [
+        Event("F0", "forward", 0, 2_000, rank=0),
+        Event("x", "communication", 1_000, 500, "wire", {"n": 1}, 1),
+    ]
+    assert sorted(read_chrome_trace(write_chrome_trace(tmp_path / "t.json", events))) == sorted(events)
+
+
+@pytest.mark.parametrize(
+    ("modes", "words", "sentence"),
+    [
+        ("naive data_parallel_naive", "", "MODES: name at least two different RUN_MODEs"),
+        ("comm zero1", "", "MODES: comm has no timeline to compare"),
+        ("zero1 zreo2", "", "MODES: There is no RUN_MODE 'zreo2': did you mean zero2"),
+        ("zero1 zero2", "--json", "make compare itself adds --json and --trace"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_a_sentence(modes, words, sentence):
+    with pytest.raises(WorkbookError, match=sentence):
+        compare.main(modes.split(), words, in_containers=False)

@@ -17,7 +17,7 @@ from tests.training.attempts import STEPS, interrupted, refusal, the_one_sentenc
 from training.checkpoint import MANIFEST
 from training.run import Run
 
-NAIVE, BUCKETS = "data_parallel_naive", "data_parallel_bucket_overlap"
+NAIVE = "data_parallel_naive"
 
 
 def test_after_ctrl_c_on_one_rank_all_stop_after_the_same_step_and_resume_with_the_same_bits(tmp_path):
@@ -41,21 +41,6 @@ def test_after_ctrl_c_on_one_rank_all_stop_after_the_same_step_and_resume_with_t
     for texts in zip(*run_ranks(work, 2), strict=True):
         the_one_sentence(texts)
     assert os.listdir(tmp_path / NAIVE) == [f"step-{STEPS}"]
-
-
-def test_another_lesson_on_another_number_of_ranks_resumes_a_run(tmp_path):
-    ways: list[tuple[str, int, dict[str, Any]]] = [
-        (BUCKETS, 1, {}),
-        ("hybrid", 4, {"tensor": 2, "zero": 3, "layers": 2}),
-        ("data_parallel_ddp", 3, {}),
-    ]
-    for steps, (mode, world_size, own) in enumerate(ways, start=1):
-        here = {"checkpoint": str(tmp_path), "steps": steps} | own | ({"resume": True} if steps > 1 else {})
-        last = run_ranks(lambda cluster, mode=mode, here=here: train(cluster, mode, **here), world_size)[0]
-        assert last["steps"] == 1
-    [straight] = run_ranks(lambda cluster: train(cluster, NAIVE, steps=len(ways)), 1)
-    for loss in ("last_loss", "validation_loss"):
-        assert last[loss] == pytest.approx(straight[loss], rel=1e-4)
 
 
 def test_a_mesh_resumes_a_run_with_the_same_experts_and_no_other(tmp_path):

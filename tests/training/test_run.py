@@ -3,19 +3,26 @@
 import errno
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid_parallel.arguments import HybridArgs
 from lab.cluster import Cluster
-from lab.ranks import run_ranks
+from lab.launch.errors import WorkbookError
+from lab.ranks import RankError, run_ranks
 from lab.trace import timeline
-from tests.training.attempts import refusal, the_one_sentence, train
+from tests.run_modes import without_measuring
+from tests.training.attempts import STEPS, refusal, the_one_sentence, train
 from training.arguments import Args
+from training.checkpoint import Checkpoints, complete_steps
+from training.finite import not_finite
 from training.run import Run
+from training.state_shards import StateShard
 
 
 def test_replicas_that_end_unequal_in_a_bit_are_an_error_after_the_report(capfd):
@@ -84,3 +91,78 @@ def test_a_trace_that_cannot_be_written_is_one_sentence_on_all_ranks_and_leaves_
     sentence = the_one_sentence(run_ranks(work, 2))
     assert sentence == f"cannot write the trace in {tmp_path}: No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+
+def masks(cluster: Cluster, seed: int = 0) -> list[tuple[float, ...]]:
+    """Return a dropout mask of each of two steps."""
+    drawn = []
+    with without_measuring():
+        run = Run(cluster, Args(steps=2, size="tiny", batch_size=12, seed=seed), "test")
+        model = run.model()
+        for _ in run.batches(model, run.optimizer(model)):
+            drawn.append(tuple(F.dropout(torch.ones(64), 0.5).tolist()))
+            run.record(torch.ones(()))
+    return drawn
+
+
+def test_ranks_with_examples_of_their_own_draw_different_masks():
+    by_rank, again, of_another_seed = zip(
+        *run_ranks(lambda cluster: [masks(cluster, seed) for seed in (0, 0, 1)], 3), strict=True
+    )
+    assert len({mask for of_rank in by_rank for mask in of_rank}) == 3 * 2
+    assert by_rank == again
+    assert not set(by_rank[0]) & set(of_another_seed[0])
+
+
+def test_stages_draw_different_masks_and_ranks_that_compute_the_same_draw_the_same():
+    streams = {"zero3": 2, "pipeline_1f1b": 2, "tensor_parallel": 1}
+
+    def work(cluster: Cluster) -> dict[str, int]:
+        found = {}
+        for mode in streams:
+            with mock.patch("training.run.seed_step") as seeding:
+                train(cluster, mode, steps=1)
+            [found[mode]] = {call.args[2] for call in seeding.call_args_list}
+        return found
+
+    one, other = run_ranks(work, 2)
+    assert {mode: len({one[mode], other[mode]}) for mode in streams} == streams
+
+
+@pytest.mark.parametrize("mode", ["naive", "zero3"])
+def test_the_sentence_names_parameter_step_and_rank(mode: str):
+    with pytest.raises(RankError, match=r"The gradient of \S+ is not finite in step 2 on rank \d"):
+        run_ranks(lambda cluster: train(cluster, mode, lr=1e30), 2)
+
+
+def test_allow_nonfinite_goes_on():
+    reports = run_ranks(lambda cluster: train(cluster, "naive", lr=1e30, allow_nonfinite=True), 2)
+    assert [report["steps"] for report in reports] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_one_number_is_enough(number: float):
+    whole, odd = torch.ones(5), torch.ones(2, 3, dtype=torch.float64)
+    named = [("whole", whole), ("counts", torch.ones(3, dtype=torch.int64)), ("odd", odd)]
+    assert not_finite(named) is None
+    odd[1, 2] = number
+    assert not_finite(named) == "odd"
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_written_and_the_good_one_stays():
+    def work(cluster: Cluster) -> str:
+        checkpoints, weight = Checkpoints(folder, cluster, keep=1), torch.ones(4)
+        checkpoints.save(1, [StateShard("model/weight", weight)])
+        weight[cluster.rank] = torch.inf
+        checkpoints.save(2, [StateShard("model/weight", weight)])
+        try:
+            checkpoints.wait()
+        except WorkbookError as refusal:
+            return str(refusal)
+        return "written"
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        refusals = run_ranks(work, 2)
+        assert any("model/weight has numbers that are not finite" in refusal for refusal in refusals)
+        assert complete_steps(folder) == [1]
