@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from comm.functions import exchange_shards
-from comm.point_to_point import InFlightShift, irecv, isend
+from comm.functions import copy_to_ranks, exchange_shards, gather_tokens, sum_over_ranks
+from comm.point_to_point import irecv, isend
 from low_communication.compressors import COMPRESSORS
 from pipeline_parallel.actions import BACKWARD, FORWARD, Action
 
@@ -210,35 +210,6 @@ class FullyShardedDataParallel(nn.Module):
         return state
 
 
-class _Copy(torch.autograd.Function):
-    """Changes nothing forward, and adds up gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy):
-        dx = dy.clone()
-        all_reduce(dx, group=ctx.group)
-        return dx, None
-
-
-class _Sum(torch.autograd.Function):
-    """Adds up forward, and changes nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x, group):
-        y = x.clone()
-        all_reduce(y, group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy):
-        return dy, None
-
-
 class ColumnParallelLinear(nn.Module):
     def __init__(self, plain, group=None):
         super().__init__()
@@ -247,7 +218,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(plain.bias.data.chunk(n)[r].clone())
 
     def forward(self, x):
-        return _Copy.apply(x, self.group) @ self.weight.T + self.bias
+        return copy_to_ranks(x, self.group) @ self.weight.T + self.bias
 
 
 class RowParallelLinear(nn.Module):
@@ -257,7 +228,7 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias = nn.Parameter(plain.weight.data.chunk(n, 1)[r].clone()), plain.bias
 
     def forward(self, x):
-        return _Sum.apply(x @ self.weight.T, self.group) + self.bias
+        return sum_over_ranks(x @ self.weight.T, self.group) + self.bias
 
 
 class AllForwardAllBackward(nn.Module):
@@ -298,88 +269,27 @@ class AllForwardAllBackward(nn.Module):
 
 
 def one_f_one_b(stages, microbatches):
-    """Simulate: whenever a rank is free, it runs a backward if one is ready, and else a forward."""
-    rows = [[] for _ in range(stages)]
-    ends: dict[Action, int] = {}
-    free, now = [0] * stages, 0
-    while sum(map(len, rows)) < 2 * stages * microbatches:
-        for r, row in enumerate(rows):
-            forwards = sum(action.kind == FORWARD for action in row)
-            backwards = len(row) - forwards
-            back, forth = Action(BACKWARD, backwards, r), Action(FORWARD, forwards, r)
-            needs_back = (
-                Action(BACKWARD, backwards, r + 1) if r < stages - 1 else forth._replace(microbatch=backwards)
-            )
-            needs_forth = Action(FORWARD, forwards, r - 1)
-            if free[r] > now:
-                continue
-            if backwards < forwards and ends.get(needs_back, now + 1) <= now:
-                ends[back] = free[r] = now + 2
-                row.append(back)
-            elif forwards < min(microbatches, backwards + stages - r) and (
-                r == 0 or ends.get(needs_forth, now + 1) <= now
-            ):
-                ends[forth] = free[r] = now + 1
-                row.append(forth)
-        now += 1
+    """Let a forward follow each backward, so that a rank holds as many microbatches as it may."""
+    rows = []
+    for r in range(stages):
+        forwards = [Action(FORWARD, microbatch, r) for microbatch in range(microbatches)]
+        rows.append(forwards[: stages - r])
+        for microbatch in range(microbatches):
+            then = stages - r + microbatch
+            rows[r] += [Action(BACKWARD, microbatch, r), *forwards[then : then + 1]]
     return rows
 
 
-class _Ring(torch.autograd.Function):
-    """Attends in full precision with the scores of one block at a time."""
-
-    @staticmethod
-    def blocks(k, v, sequence):
-        """Yield each rank's number, keys and values, own first."""
-        kv, source = torch.stack([k, v]), sequence.rank
-        for step in range(sequence.size):
-            yield source, kv
-            source = (source - 1) % sequence.size
-            if step < sequence.size - 1:
-                room = kv.new_empty(*kv.shape[:3], len(sequence.cut.positions(source)), kv.shape[-1])
-                kv = InFlightShift(kv, room, sequence.group).wait()
-
-    @staticmethod
-    def scores(q, k, source, sequence):
-        hidden = sequence.cut.positions(source)[None] > sequence.cut.positions(sequence.rank)[:, None]
-        return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
-
-    @staticmethod
-    def forward(ctx: Any, q, k, v, sequence):
-        lse = q.new_full(q.shape[:-1], -torch.inf)
-        y = torch.zeros_like(q)
-        for source, kv in _Ring.blocks(k, v, sequence):
-            scores = _Ring.scores(q, kv[0], source, sequence)
-            new = torch.logaddexp(lse, scores.logsumexp(-1)) if scores.shape[-1] else lse
-            y = y * (lse - new).exp().nan_to_num().unsqueeze(-1)
-            y = y + (scores - new.unsqueeze(-1)).exp().nan_to_num() @ kv[1]
-            lse = new
-        ctx.save_for_backward(q, k, v, y, lse)
-        ctx.sequence = sequence
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy):
-        q, k, v, y, lse = ctx.saved_tensors
-        dq, travelling, sequence = torch.zeros_like(q), None, ctx.sequence
-        for source, kv in _Ring.blocks(k, v, sequence):
-            p = (_Ring.scores(q, kv[0], source, sequence) - lse.unsqueeze(-1)).exp().nan_to_num()
-            ds = p * (dy @ kv[1].mT - (dy * y).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
-            dq += ds @ kv[0]
-            term = torch.stack([ds.mT @ q, p.mT @ dy])
-            if source == sequence.rank:
-                own = term
-                continue
-            term = term if travelling is None else term + travelling
-            home = len(sequence.cut.positions((source - 1) % sequence.size))
-            room = term.new_empty(*term.shape[:3], home, term.shape[-1])
-            travelling = InFlightShift(term, room, sequence.group).wait()
-        own = own if travelling is None else own + travelling
-        return dq, own[0], own[1], None
-
-
 def ring_attention(q, k, v, sequence, dropout=0.0):
-    return _Ring.apply(q, k, v, sequence)
+    """Gather the keys and values of all ranks, padded to the same length, and hide those that come later."""
+    positions = [sequence.cut.positions(rank) for rank in range(sequence.size)]
+    longest = max(map(len, positions))
+    padded = nn.functional.pad(torch.stack([k, v]), (0, 0, 0, longest - k.shape[2]))
+    parts = gather_tokens(padded, 3, sequence.group).chunk(sequence.size, 3)
+    k, v = torch.cat([part[:, :, :, : len(own)] for part, own in zip(parts, positions, strict=True)], 3)
+    hidden = torch.cat(positions) > positions[sequence.rank][:, None]
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
 
 
 def moe_forward(self, x_btd):

@@ -1,14 +1,18 @@
 """What the checker says of a failure teaches: how far off, on which rank, and what usually causes that."""
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from exercises.checker.causes import TABLE, Evidence, likely_cause
-from exercises.checker.compared import Compared
+from exercises.checker.compared import Compared, compared_in, shown
 from exercises.checker.failure import shown_difference
 from exercises.checker.schedule_table import LEGEND, marked, wrong_table
 from lab.ranks.waiting import Wait
 from pipeline_parallel.schedules import gpipe, one_f_one_b
+from tests.run_modes import ROOT, python
 
 RIGHT = torch.tensor([1.0, -2.0, 3.0, 5.0], dtype=torch.float64)
 NOISE = torch.tensor([0.3, 0.1, -0.5, 2.0], dtype=torch.float64)
@@ -158,3 +162,55 @@ def test_a_schedule_of_another_type_or_length_is_refused_in_a_sentence():
     assert "slot 1: 0B0 is expected, but the row ends there." in marked(right, [right[0][:1]], "gpipe(1, 1)")
     other = [[*right[0], right[0][0]]]
     assert "slot 2: no action is expected, but the row has 0F0" in marked(right, other, "gpipe(1, 1)")
+
+
+def test_an_error_that_is_no_assertion_gives_its_class_its_text_and_its_line():
+    def compared_by(check) -> Compared:
+        with pytest.raises((Exception, pytest.fail.Exception)) as error:
+            check()
+        return compared_in(error.value)
+
+    found = compared_by(lambda: [].nope)
+    assert not found.pairs and not found.is_plain
+    assert re.fullmatch(r"AttributeError: 'list' object .*, in `.*nope.*`", found.message)
+    no_error = compared_by(lambda: pytest.fail("DID NOT RAISE <class 'WorkbookError'>"))
+    assert no_error.message.startswith("there was no error, in `")
+
+
+def test_where_assertions_are_watched_both_sides_are_known_also_of_tensors_and_of_none(tmp_path):
+    failing = (
+        "max([1, 6]) <= 3",
+        "torch.equal(torch.ones(1), torch.zeros(1))",
+        "torch.equal(None, torch.ones(1))",
+    )
+    checks = "".join(f"def check_{number}():\n    assert {one}\n" for number, one in enumerate(failing))
+    (tmp_path / "test_failing.py").write_text(f"import torch\n{checks}")
+    code = """
+import exercises.checker.watched
+from exercises.checker.compared import compared_in
+import test_failing
+for check in (test_failing.check_0, test_failing.check_1, test_failing.check_2):
+    try:
+        check()
+    except AssertionError as error:
+        print([*compared_in(error).pairs.values()])
+"""
+    done = python("-c", code, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.stdout.splitlines() == [
+        "[(6, 3)]",
+        "[(tensor([1.]), tensor([0.]))]",
+        "[(None, tensor([1.]))]",
+    ], done.stderr
+
+
+@dataclass(frozen=True)
+class Sent:
+    bytes_sent: int
+    times: float
+
+
+def test_a_value_is_shown_without_the_name_of_its_class_and_shortened():
+    assert shown([Sent(8, 0.5)]) == "[bytes_sent=8, times=0.5]"
+    assert shown([0.123456789, "a"]) == "[0.123457, a]"
+    assert shown("") == "empty"
+    assert len(shown("x" * 1000)) == 120

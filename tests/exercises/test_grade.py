@@ -1,16 +1,22 @@
 """Whatever a learner's file does, its grade is one sentence."""
 
 import re
+from pathlib import Path
 
+import cloudpickle
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import exercises.checker.grade
-from exercises.catalog import BY_NAME, Exercise
+import exercises.notebook
+from exercises.catalog import BY_NAME, EXERCISES, Exercise
 from exercises.checker import run_tests as run_tests_file
 from exercises.checker.explain import explain, load_error
 from exercises.checker.failure import failure_of
 from exercises.checker.grade import Grade, grade
 from exercises.checker.run_tests import load
+from exercises.checker.targets import TARGETS
+from exercises.notebook import check
 from lab.replace import apply
 from tests.exercises.in_process import run_tests, solved
 
@@ -123,3 +129,96 @@ def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path):
     result = graded(tmp_path, RING, "import os\nos._exit(3)\n" + solved(RING))
     assert (result.state, result.credit) == ("invalid", 0.0)
     assert result.sentence == "The tests' process ended early, with exit code 3."
+
+
+def defined_in_a_cell(name: str) -> dict:
+    cell = {"__name__": "no_module_of_that_name"}
+    exec(solved(BY_NAME[name]), cell)
+    return cell
+
+
+def judged_here(exercise: Exercise, file: Path) -> Grade:
+    with apply(load(exercise, file)):
+        test, error = run_tests(exercise)
+    return Grade(exercise.name, "failed" if error else "passed", f"{test}: {error}", exercise.tests)
+
+
+def test_a_function_from_a_cell_is_graded_under_its_own_name(capsys, monkeypatch):
+    monkeypatch.setattr(exercises.notebook, "judge", judged_here)
+    result = check(defined_in_a_cell("pipeline_gpipe")["gpipe"])
+    assert (result.name, result.state, result.credit) == ("pipeline_gpipe", "passed", 1.0)
+    assert capsys.readouterr().out.startswith("pipeline_gpipe: passed. ")
+
+
+def test_an_error_and_a_hang_in_a_cell_name_the_line_of_the_cell(tmp_path):
+    name = "/tmp/ipykernel_7/123456.py"
+    file = tmp_path / "pipeline_gpipe.pickle"
+    file.write_bytes(cloudpickle.dumps({"pipeline_parallel.schedules.gpipe": len}))
+    trace = f'File "{name}", line 2, in gpipe\nFile "/library.py", line 9, in f\nKeyError: 1'
+    stuck = "no answer within 1 s.\n  rank 0 is stuck at /comm/wire.py:61 in wait: work.wait()\n"
+    stuck += f"      called from {name}:2 in gpipe: "
+    cases = (
+        (trace, f"rank 0 failed:\n\n{trace}", "line 2 of your cell: KeyError: 1"),
+        (stuck, stuck, "at line 2 of"),
+    )
+    for where, text, said in cases:
+        failure = dict.fromkeys(("difference", "cause", "drawing", "is_error"), "")
+        failure |= {"rank": 0, "text": text, "trace": where, "difference": "KeyError: 1"}
+        sentence = explain(BY_NAME["pipeline_gpipe"], file, {"id": "test_it", "failure": failure}).sentence
+        assert said in sentence and "outside" not in sentence
+
+
+def test_another_signature_is_refused_in_a_sentence():
+    result = check(lambda stages: [], "pipeline_gpipe")
+    assert result.sentence == "The parameters must be (stages, microbatches), but they are (stages)."
+    assert result.state == "invalid"
+
+
+def test_a_wrong_name_is_answered_in_a_sentence_without_a_traceback(capsys):
+    with pytest.raises(LookupError, match=r"Several exercises have a function 'forward': .*row_parallel"):
+        check(defined_in_a_cell("row_parallel")["forward"])
+    shell = InteractiveShell()
+    for call in ('check(gpipe, "pipeline_gpip")', 'bug("bug_naive")'):
+        shell.push({"check": check, "bug": exercises.notebook.bug} | defined_in_a_cell("pipeline_gpipe"))
+        shell.run_cell(call)
+        printed = "".join(capsys.readouterr())
+        assert printed.count("\n") == 1 and printed.startswith("There is no exercise")
+
+
+def test_every_target_belongs_to_an_exercise():
+    assert sorted(filter(None, (exercise.beyond for exercise in EXERCISES))) == sorted(TARGETS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_lessons_code_meets_the_target_and_says_so_in_a_sentence(name):
+    outcome = TARGETS[name]()
+    assert outcome.is_met, outcome.sentence
+    assert outcome.sentence[0].isupper() and outcome.sentence.endswith(".") and "\n" not in outcome.sentence
+
+
+@pytest.mark.parametrize(
+    "name, right, wasteful, words",
+    [
+        (
+            "accumulation",
+            "        loss.backward()\n        total += loss.detach()\n    return total\n",
+            "        total = total + loss\n    total.backward()\n    return total\n",
+            "the activations of 4 of 4 microbatches are in memory at a time. Run each",
+        ),
+        ("pipeline_1f1b", "min(microbatches, stages - 1 - stage)", "0", "; 27.3% and 4 are possible."),
+        (
+            "ring_all_reduce",
+            "    gather_chunks(wire, chunks)\n",
+            "    gather_chunks(wire, chunks)\n    gather_chunks(wire, chunks)\n",
+            "a rank sends at most 9.0 MB in 9 messages; 6.0 MB in 6 messages do.",
+        ),
+    ],
+)
+def test_a_right_solution_that_wastes_does_not_meet_it(tmp_path, name, right, wasteful, words):
+    exercise, file, text = BY_NAME[name], tmp_path / f"{name}.py", solved(BY_NAME[name])
+    assert right in text
+    file.write_text(text.replace(right, wasteful))
+    with apply(load(exercise, file)):
+        outcome = TARGETS[exercise.beyond]()
+    assert not outcome.is_met and outcome.sentence.startswith("Right, but wasteful: ")
+    assert words in outcome.sentence

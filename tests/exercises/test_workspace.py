@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import redirect_stdout
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from exercises import commands
-from exercises.catalog import BY_NAME, EXERCISES, ROOT
+from exercises.catalog import BY_NAME, EXERCISES
 from exercises.checker.grade import Grade
 from exercises.commands import chosen, main, tell_next
 from exercises.find_the_bug import bugs
@@ -24,6 +22,7 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.exercises.in_process import solved
+from tests.run_modes import python
 
 FIRST, SECOND = EXERCISES[:2]
 TEXT = "Written by hand.\n"
@@ -113,7 +112,7 @@ def test_started_by_make_it_prints_commands_of_make(space, capsys, monkeypatch):
 def test_without_the_workbooks_libraries_it_says_what_to_type():
     code = "import sys; sys.modules['rich'] = None; sys.argv = ['exercises', 'watch', 'zero1']\n"
     code += "import runpy; runpy.run_module('exercises', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert 'make exercises ARGS="watch zero1"' in done.stderr and "activate" in done.stderr
 

@@ -1,14 +1,14 @@
 """Each exercise is checked as a learner does it, in a copy of the workbook, and by pytest."""
 
 import json
-import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from comm.algorithms import star
 from exercises.catalog import BY_NAME, EXERCISES, ROOT
 from exercises.catalog.exercise import LESSON_PACKAGES
 from exercises.checker.run_tests import load
@@ -16,7 +16,10 @@ from exercises.find_the_bug import bugs, implementation
 from exercises.generate import generated, missing
 from exercises.mutants import all_mutants
 from lab.replace import apply, replaced
+from pipeline_parallel.schedules import gpipe
 from tests.exercises.in_process import run_tests, solved
+from tests.exercises.other_ways import SOLUTIONS, NaiveDataParallel
+from tests.run_modes import python
 
 EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 
@@ -35,14 +38,7 @@ def workbook(tmp_path_factory) -> Path:
 
 
 def run(workbook: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=workbook,
-        env=os.environ | {"PYTHONPATH": str(workbook)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-m", *arguments, cwd=workbook, timeout=300, PYTHONPATH=str(workbook))
     assert "Traceback" not in done.stdout + done.stderr
     return done
 
@@ -128,3 +124,50 @@ def test_pytest_gives_what_was_handed_in_partial_credit_and_shows_the_wrong_cell
     assert [(row["state"], row["credit"]) for row in rows] == [("failed", 0.5)]
     assert "0.50  pipeline_gpipe: 1 of 2 tests" in out
     assert "gpipe(2, 2), rank 0, slot 2: 0B0 is expected, but the row has 0B1 there." in out
+
+
+def test_the_command_of_a_week_grades_its_exercises_and_its_bugs_in_a_fresh_clone():
+    page = (ROOT / "docs" / "course.md").read_text()
+    weeks = re.findall(r'^pytest (exercises -m )"(.+)"  # week 4$', page, re.MULTILINE)
+    [names] = {expression for _, expression in weeks if "balance_experts" in expression}
+    done = python("-m", "pytest", "exercises", "--collect-only", "-q", "-m", names)
+    found = re.findall(r"^exercises/\w+/(\w+)\.py: \d", done.stdout, re.MULTILINE)
+    assert set(found) == set(names.split(" or ")), done.stdout + done.stderr
+
+
+OPEN = [exercise for exercise in EXERCISES if exercise.stub]
+
+
+class OneByOne(NaiveDataParallel):
+    """Has the signature of buckets, and sends each gradient alone, after the backward."""
+
+    def __init__(self, module, group=None, bucket_mb=1.0):
+        super().__init__(module, group)
+
+
+@pytest.mark.parametrize("exercise", OPEN, ids=lambda exercise: exercise.name)
+def test_another_way_passes(exercise):
+    with apply(dict(zip(exercise.targets, SOLUTIONS[exercise.name], strict=True))):
+        test, error = run_tests(exercise)
+    assert error is None, f"{test}: {error}"
+
+
+@pytest.mark.parametrize(
+    "name, wrong, number, words",
+    [
+        ("open_all_reduce", star.all_reduce, 2, "bytes on 3 ranks, and not 2(n-1)/n"),
+        (
+            "open_buckets",
+            OneByOne,
+            1,
+            "a step sent 16 messages for 8 KiB in buckets of 2 KiB on 2 ranks, and not",
+        ),
+        ("open_buckets", OneByOne, 3, "all messages left after the backward"),
+        ("open_1f1b", gpipe, 1, "with 2 stages and 4 microbatches rank 0 holds 4 microbatches, and not 2"),
+    ],
+)
+def test_what_is_right_and_wasteful_fails_and_the_error_says_how_much(name, wrong, number, words):
+    exercise = BY_NAME[name]
+    with apply({exercise.target: wrong}):
+        _, error = run_tests(exercise, exercise.tests[number])
+    assert words in str(error)
