@@ -1,7 +1,8 @@
-"""Test what `make run` makes of its variables. Nothing is trained: entrypoint.sh is a stub."""
+"""What make and entrypoint.sh make of their variables. Nothing is trained: the programs below are stubs."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.run_modes import MODES, ROOT
+
 SETTINGS = ("RUN_MODE", "WORLD_SIZE", "ARGS")
 
 
@@ -28,10 +30,15 @@ def checkout(tmp_path):
 MADE = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")  # what `make test ARGS=...` hands down
 
 
+def make(checkout: Path, *words: str, timeout: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
+    own = (*SETTINGS, *MADE, "TORCH_INDEX_URL")
+    clean = {name: value for name, value in os.environ.items() if name not in own}
+    command = ["make", "-C", str(checkout), "--no-print-directory", *words]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=timeout)
+
+
 def make_run(checkout: Path, *arguments: str, **env: str) -> list[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, *MADE)}
-    command = ["make", "-C", str(checkout), "--no-print-directory", "run", *arguments]
-    done = subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=30)
+    done = make(checkout, "run", *arguments, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -60,13 +67,12 @@ def test_notebooks_are_copied_once_without_the_outputs_that_give_predictions_awa
     python = checkout / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    command = ["make", "-C", str(checkout), "my_notebooks"]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    assert make(checkout, "my_notebooks", timeout=300).returncode == 0
     copy = checkout / "my_notebooks" / name
     cells = [cell for cell in json.loads(copy.read_text())["cells"] if cell["cell_type"] == "code"]
     assert cells and not any(cell["outputs"] for cell in cells)
     copy.write_text("mine")
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    assert make(checkout, "my_notebooks", timeout=300).returncode == 0
     assert copy.read_text() == "mine"
 
 
@@ -76,9 +82,7 @@ def test_notebooks_are_copied_once_without_the_outputs_that_give_predictions_awa
 )
 def test_what_stands_in_the_wrong_place_runs_nothing(checkout, words, meant):
     (checkout / "comm").mkdir()
-    clean = {name: value for name, value in os.environ.items() if name not in MADE}
-    command = ["make", "-C", str(checkout), *words.split()]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=30)
+    done = make(checkout, *words.split())
     assert done.returncode == 2 and "RUN_MODE" not in done.stdout
     assert f"make run {meant}" in done.stderr
 
@@ -101,13 +105,10 @@ def set_up(checkout: Path, *arguments: str) -> tuple[str, str]:
     python = checkout / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    clean = {
-        name: value for name, value in os.environ.items() if name not in (*SETTINGS, *MADE, "TORCH_INDEX_URL")
-    }
-    command = ["make", "-C", str(checkout), "--no-print-directory", "setup", f"PYTHON={python}"]
+    words = ["setup", f"PYTHON={python}", *arguments]
     if not any(argument.startswith("KFD=") for argument in arguments):
-        command.append("KFD=/dev/null/no-driver")
-    done = subprocess.run([*command, *arguments], env=clean, capture_output=True, text=True, timeout=30)
+        words.append("KFD=/dev/null/no-driver")
+    done = make(checkout, *words)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return (checkout / "installed").read_text(), done.stderr
 
@@ -146,3 +147,107 @@ def test_set_up_leaves_pip_alone_where_it_has_sources_of_its_own(checkout, sourc
     (checkout / "kfd").touch()
     installed, said = set_up(checkout, f"KFD={checkout}/kfd")
     assert "index-url" not in installed and "AMD" not in said
+
+
+@pytest.fixture
+def entrypoint(tmp_path):
+    """Run entrypoint.sh with a python that prints its arguments, one a line."""
+    stub = tmp_path / "python"
+    own = f'[ "$1" = -c ] && exec {sys.executable} "$@"'  # what the script itself asks python for
+    stub.write_text(f'#!/usr/bin/env bash\n{own}\nprintf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+        command = ["bash", str(ROOT / "entrypoint.sh"), *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, cwd=tmp_path)
+
+    return run
+
+
+def test_every_mode_names_a_script_that_exists_and_says_what_it_is():
+    for _, script, what in MODES:
+        assert (ROOT / script).is_file() and len(what) > 20, script
+
+
+@pytest.mark.parametrize("env", [{"TORCHRUN": "echo"}, {"RUN_MODE": ""}, {"RUN_MODE": "q.*"}])
+def test_a_missing_or_unknown_mode_lists_all_modes_and_exits_2(entrypoint, env):
+    done = entrypoint(**env)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, *listed = done.stderr.splitlines()
+    assert env.get("RUN_MODE") in (None, "") or env["RUN_MODE"] in first
+    assert [line.split()[0] for line in listed] == [f"RUN_MODE={mode}" for mode, _, _ in MODES]
+    assert all(line.endswith(what) for line, (_, _, what) in zip(listed, MODES, strict=True))
+
+
+def test_a_misspelt_mode_is_answered_with_the_nearest_one_and_the_list_is_printed_on_request(entrypoint):
+    said = entrypoint(RUN_MODE="com.").stderr
+    assert said == "There is no RUN_MODE 'com.': did you mean comm? RUN_MODE=list shows all.\n"
+    assert "did you mean data_parallel_naive?" in entrypoint(RUN_MODE="naive").stderr
+    listed = entrypoint(RUN_MODE="list")
+    assert listed.returncode == 0 and len(listed.stdout.splitlines()) == len(MODES)
+
+
+def test_a_rank_runs_the_script_with_the_words_of_ARGS(entrypoint):
+    done = entrypoint("--first", RUN_MODE="comm", RANK="1", WORLD_SIZE="2", ARGS="--mb 16 * --json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == ["comm/tour.py", "--first", "--mb", "16", "*", "--json"]
+
+
+def test_make_run_goes_through_torchrun(entrypoint):
+    done = entrypoint(RUN_MODE="comm", WORLD_SIZE="3", ARGS="--json", TORCHRUN="echo torchrun", RANK="7")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"torchrun .*--nproc-per-node=3 comm/tour.py --json\n", done.stdout)
+
+
+def test_a_node_beyond_the_world_says_so_and_exits_0(entrypoint):
+    done = entrypoint(RUN_MODE="comm", RANK="2", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.fullmatch(r".*not needed.* 2.*WORLD_SIZE is 2\.\n", done.stderr)
+
+
+def test_of_nodes_with_the_same_settings_the_first_says_what_is_wrong_and_all_exit_2(entrypoint):
+    wrong = {"WORLD_SIZE": "5"}, {"RUN_MODE": "no_such_lesson"}, {"LINK": "fast"}, {"WORLD_SIZE": "two"}
+    for setting in wrong:
+        for rank in range(4):
+            env = {"RUN_MODE": "comm", "WORLD_SIZE": "4", "RANK": str(rank), "NODES": "4"} | setting
+            done = entrypoint(**env)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert bool(done.stderr) == (rank == 0)
+    five = {"RUN_MODE": "comm", "RANK": "0", "WORLD_SIZE": "5", "NODES": "4"}
+    assert "only 4 nodes" in entrypoint(**five).stderr
+    assert entrypoint(**five, COMPOSE_PROFILES="more").returncode == 0
+    assert "only 8 nodes" in entrypoint(**five | {"WORLD_SIZE": "9"}, COMPOSE_PROFILES="more").stderr
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1", "two", "04", "1 2"])
+def test_a_world_size_that_is_no_positive_number_is_refused(entrypoint, world_size):
+    done = entrypoint(RUN_MODE="comm", WORLD_SIZE=world_size, TORCHRUN="echo")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"'{world_size}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"LINK": link} for link in ("100", "mbit", "0mbit", "-1mbit", "100mbit;id", "1 gbit")]
+    + [{"LINK_DELAY": delay} for delay in ("2", "2m", "-2ms", "2ms loss 5%")],
+)
+def test_a_link_that_makes_no_sense_is_refused_also_by_a_rank_that_is_not_needed(entrypoint, setting):
+    done = entrypoint(RUN_MODE="comm", RANK="3", WORLD_SIZE="2", **setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert next(iter(setting)) in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting", [{"LINK": "1.5Gbit"}, {"LINK_DELAY": "0.5ms"}, {"LINK": "100mbit", "TORCHRUN": "echo"}]
+)
+def test_outside_a_container_no_link_is_shaped(entrypoint, setting):
+    done = entrypoint(RUN_MODE="comm", RANK="0", WORLD_SIZE="1", **setting)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "links of containers only" in done.stderr
+    assert "--link " in done.stderr and next(iter(setting.values())) in done.stderr
+    assert "comm/tour.py" in done.stdout

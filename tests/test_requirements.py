@@ -1,11 +1,15 @@
 """pyproject.toml alone pins the packages: requirements.txt and the images install what it names."""
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 
-from tests.run_modes import ROOT
+import pytest
+
+from tests.run_modes import ROOT, python
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {"lessons": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
@@ -26,12 +30,8 @@ def test_each_package_is_pinned_once():
 
 def test_an_image_installs_the_packages_of_its_group_and_no_others(tmp_path):
     [program] = re.findall(r'^RUN python -c "(.*?)"$', DOCKERFILE, re.MULTILINE | re.DOTALL)
-    command = [
-        sys.executable,
-        "-c",
-        program.replace("\\\n", "").replace("pyproject.toml", f"{ROOT}/pyproject.toml"),
-    ]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    program = program.replace("\\\n", "").replace("pyproject.toml", f"{ROOT}/pyproject.toml")
+    assert python("-c", program, cwd=tmp_path).returncode == 0
     assert {path.stem: path.read_text().split() for path in tmp_path.iterdir()} == {
         name: PINS[name] for name in ("lessons", "notebook")
     }
@@ -43,3 +43,35 @@ def test_an_image_installs_the_packages_of_its_group_and_no_others(tmp_path):
         "notebook": ["notebook"],
     }
     assert not {"jupyter", "pytest"} & {pin.split("==")[0] for pin in PINS["lessons"]}
+
+
+PRINT_LAB = "import lab; print(lab.__file__)"
+
+
+def make_checkout(folder):
+    for name in ("comm/rendezvous.py", "lab/__init__.py", "data_parallel/where.py"):
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        path.write_text(PRINT_LAB if path.stem == "where" else "")
+    return folder
+
+
+def lab_imported_by(*arguments, cwd, **environment):
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env=variables, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(
+    find_spec("distributed_training_workbook_path") is None, reason="the workbook is not installed here"
+)
+def test_a_script_and_pythonpath_come_before_the_checkout_that_is_installed(tmp_path):
+    other = make_checkout(tmp_path / "other")
+    of_the_other = str(other / "lab" / "__init__.py")
+    assert lab_imported_by(other / "data_parallel" / "where.py", cwd=tmp_path) == of_the_other
+    assert lab_imported_by("-c", PRINT_LAB, cwd=tmp_path, PYTHONPATH=str(other)) == of_the_other
+    assert lab_imported_by("-c", PRINT_LAB, cwd=tmp_path) not in ("", of_the_other)
+    site_packages = lab_imported_by("-c", "import comm; print(comm.__file__)", cwd=tmp_path)
+    assert "site-packages" not in site_packages

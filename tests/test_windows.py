@@ -25,14 +25,8 @@ from lab.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
-    "lab",
-    "comm",
-    "data_parallel",
-    "tensor_parallel",
-    "pipeline_parallel",
-    "context_parallel",
-    "expert_parallel",
-    "hybrid_parallel",
+    *("lab", "comm", "data_parallel", "tensor_parallel", "pipeline_parallel"),
+    *("context_parallel", "expert_parallel", "hybrid_parallel"),
 )
 MODULES = ("fcntl", "grp", "pwd", "resource", "termios", "multiprocessing.forkserver")
 FUNCTIONS = {

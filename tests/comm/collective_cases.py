@@ -17,15 +17,8 @@ from comm.collectives import PATTERNS
 WORLD_SIZES = (1, 2, 3, 4, 5)
 REDUCTIONS = ("sum", "mean", "max", "min", "product")
 DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
 LAYOUTS = ("contiguous", "strided", "transposed", "parameter")
 ROOTED = ("broadcast", "scatter", "gather", "reduce")

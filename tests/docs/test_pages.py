@@ -2,14 +2,20 @@
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
+import zipfile
 
 import pytest
 
 from exercises import pages
 from exercises.catalog import EXERCISES
+from exercises.names import all_exercises
+from exercises.pages import BOOKS, PLANS
 from lab.what_changed import SHORT
-from tests.run_modes import MODES, ROOT, SCRIPTS
+from tests.run_modes import MODES, ROOT, SCRIPTS, python
+from tests.test_layout import FLOORS
 from training.compare import NO_TIMELINE
 
 TOP = (ROOT / "README.md").read_text()
@@ -132,3 +138,73 @@ def test_how_to_add_a_lesson_has_steps_in_order_and_names_what_exists():
     paths = [name for name in re.findall(r"`([\w./]+)`", page) if name.endswith(("/", ".sh"))]
     assert paths and all((ROOT / path).exists() for path in paths)
     assert {script.partition("/")[0] + "/" for script in SCRIPTS.values()} <= set(paths)
+
+
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+
+def test_it_draws_the_floors_that_an_import_may_not_climb():
+    drawing = DESIGN.partition("never up or sideways:\n\n```\n")[2].partition("```")[0]
+    _, *floors = drawing.splitlines()
+    assert [set(line.split()) for line in reversed(floors)] == list(FLOORS)
+
+
+def test_it_names_every_floor_of_the_house_and_files_that_exist():
+    house = DESIGN.partition("\n## The house\n")[2].partition("\nAn import")[0]
+    named = set(re.findall(r"`([\w.]+/[\w./]*)`", DESIGN))
+    assert {f"{folder}/" for floor in FLOORS for folder in floor} <= named & set(
+        re.findall(r"`(.+?)`", house)
+    )
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_each_test_that_it_names_without_a_folder_is_in_several():
+    names = set(re.findall(r"`(test_\w+\.py)`", DESIGN))
+    assert names and all(len(list((ROOT / "tests").glob(f"*/{name}"))) > 1 for name in names)
+
+
+def test_its_commands_are_targets_of_the_makefile():
+    targets = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = set(re.findall(r"`make ([\w-]+)`", DESIGN))
+    assert commands and commands <= set(targets)
+
+
+def test_it_is_read_in_half_an_hour():
+    assert len(DESIGN.splitlines()) <= 200
+
+
+COURSE = (ROOT / "docs" / "course.md").read_text()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
+def test_a_plan_has_all_notebooks_in_order_and_each_exercise_after_what_it_needs(plan):
+    text = COURSE.partition(f"### {plan.title}\n")[2].partition("\n###")[0].partition("\n## ")[0]
+    rows = [line.split("|")[1:6] for line in text.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0].strip() for row in rows] == [f"{n} {title}" for n, (title, _) in enumerate(plan.weeks, 1)]
+    assert re.findall(r"\d\d", "".join(row[1] for row in rows)) == [book[:2] for book in BOOKS]
+    [hours] = re.findall(r"at most (\d+) hours", text)
+    assert all(int(row[4]) <= 60 * int(hours) for row in rows)
+    names = [name for row in rows for cell in row[2:4] for name in re.findall(r"`(\w+)`", cell)]
+    assert len(set(names)) == len(names)
+    for position, name in enumerate(names):
+        assert set(all_exercises()[name].needs) & set(names) <= set(names[:position]), name
+
+
+def test_a_name_in_a_weeks_command_that_is_no_exercise_is_refused():
+    done = python("-m", "pytest", "exercises", "-m", "bucket_layout or bukcet_views")
+    assert done.returncode and "'bukcet_views': did you mean bucket_views?" in done.stderr
+
+
+def test_a_term_has_every_exercise():
+    term = COURSE.partition("### Fourteen weeks\n")[2]
+    assert {exercise.name for exercise in EXERCISES} <= set(re.findall(r"`(\w+)`", term))
+
+
+def test_the_archive_of_a_student_has_the_files_of_every_lesson(tmp_path):
+    files = {exercise.file.as_posix() for exercise in all_exercises().values()}
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    [command] = re.findall(r"^python (-m zipfile .*)$", COURSE, re.MULTILINE)
+    subprocess.run(["bash", "-c", f"{sys.executable} {command}"], cwd=tmp_path, check=True)
+    assert files <= set(zipfile.ZipFile(tmp_path / "my_name.zip").namelist())

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.comm.places import free_port
-from tests.run_modes import ROOT
+from tests.run_modes import ROOT, python, start_python
 
-LAUNCH = [sys.executable, "-m", "lab.launch.torchrun", "--nproc-per-node=2"]
+LAUNCH = ["-m", "lab.launch.torchrun", "--nproc-per-node=2"]
 
 FAILS = """
 import os, sys, time
@@ -95,9 +95,8 @@ def launch(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(text)
     (folder / "tmp").mkdir()
-    command = [*LAUNCH, *options, str(script), str(folder)]
-    env = os.environ | {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    env = os.environ | {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+    return start_python(*LAUNCH, *options, script, folder, env=env)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists the sockets in /proc")
@@ -164,12 +163,7 @@ def test_sigusr1_reaches_all_ranks_whose_exit_code_becomes_the_launchers(tmp_pat
 def test_a_machine_that_does_not_reach_the_first_one_says_so_in_a_sentence():
     port = free_port()
     options = ["--nnodes=2", "--node-rank=1", "--rdzv-backend=static", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    done = subprocess.run(
-        [*LAUNCH, *options, "--rdzv-conf=timeout=1", "no_such_script.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(*LAUNCH, *options, "--rdzv-conf=timeout=1", "no_such_script.py")
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
     sentence = rf"The machines do not meet \(.*127.0.0.1, {port}\)\); start all of them with .*"
@@ -197,20 +191,12 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
 def test_ctrl_c_at_the_launcher_of_a_training_lets_the_ranks_save(tmp_path):
     folder = tmp_path / "run"
     command = [*LAUNCH, "data_parallel/train_naive.py", "--size", "tiny", "--steps", "100000"]
-    with subprocess.Popen(
-        [*command, "--checkpoint", str(folder)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as torchrun:
+    with start_python(*command, "--checkpoint", folder) as torchrun:
         try:
             assert torchrun.stdout is not None
             assert any("step 1/100000" in line for line in torchrun.stdout)
             torchrun.send_signal(signal.SIGINT)
-            _, said = torchrun.communicate(
-                timeout=30
-            )  # returns when the ranks, which share the pipe, have ended
+            _, said = torchrun.communicate(timeout=30)  # until the ranks, which share the pipe, have ended
         finally:
             torchrun.kill()
     assert torchrun.returncode > 0 and "Traceback" not in said
