@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,28 +27,23 @@ OF_THE_EXERCISE = [(op, pattern) for op, pattern in OURS if pattern not in ("bru
 def call(op: str, pattern: str, numel: int, dtype: torch.dtype, n: int, rank: int, root: int) -> None:
     """Call one collective on a full tensor of `numel` elements."""
     whole = torch.ones(numel, dtype=dtype)
-    shard = torch.ones(len(torch.tensor_split(whole, n)[rank]), dtype=dtype)
-    at_root = whole if rank == root else None
-    match op:
-        case "barrier":
-            collectives.barrier(pattern=pattern)
-        case "broadcast":
-            collectives.broadcast(whole, root, pattern=pattern)
-        case "reduce":
-            collectives.reduce(whole, root=root, pattern=pattern)
-        case "all_reduce":
-            collectives.all_reduce(whole, pattern=pattern)
-        case "scatter" | "gather":
-            getattr(collectives, op)(shard, at_root, root, pattern=pattern)
-        case "all_gather":
-            collectives.all_gather(whole, shard, pattern=pattern)
-        case "reduce_scatter":
-            collectives.reduce_scatter(shard, whole, pattern=pattern)
-        case "all_to_all":
-            # what rank p sends to q is as long as what q sends to p
-            sizes = shard_sizes(numel // n * n, n)
-            even = whole[: sum(sizes)]
-            collectives.all_to_all(torch.empty_like(even), even, pattern=pattern)
+    shard = torch.ones_like(torch.tensor_split(whole, n)[rank])
+    at_root, even = whole if rank == root else None, whole[: numel // n * n]
+    tensors: dict[str, tuple[Any, ...]] = {
+        "barrier": (),
+        "broadcast": (whole, root),
+        "reduce": (whole, "sum", root),
+        "all_reduce": (whole,),
+        "scatter": (shard, at_root, root),
+        "gather": (shard, at_root, root),
+        "all_gather": (whole, shard),
+        "reduce_scatter": (shard, whole),
+        "all_to_all": (
+            torch.empty_like(even),
+            even,
+        ),  # what rank p sends to q is as long as what q sends to p
+    }
+    getattr(collectives, op)(*tensors[op], pattern=pattern)
 
 
 def sent_otherwise(got: dict[Entry, Traffic], expected: dict[Entry, Traffic], rank: int) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import time
 from collections.abc import Iterator
 
@@ -126,15 +125,6 @@ def test_the_software_link_agrees_with_a_shaped_one_of_the_same_rate(up):
     modelled = up(**settings, ARGS=f"{args} --link 200mbit")["node0"].json()
     for figure in ("communication_seconds", "step_seconds"):
         assert modelled[figure] == pytest.approx(shaped[figure], rel=0.15)
-
-
-def test_an_unknown_run_mode_lists_the_modes_once_and_all_nodes_exit_2(up):
-    nodes = up(RUN_MODE="no_such_lesson")
-    assert exit_codes(nodes) == dict.fromkeys(NODES, 2), nodes
-    told = nodes.pop("node0").stderr
-    assert "no_such_lesson" in told
-    assert re.search(r"RUN_MODE=data_parallel_naive +\w+", told)
-    assert all(not node.stderr for node in nodes.values())
 
 
 def test_delay_is_there_or_said_not_to_be(up):

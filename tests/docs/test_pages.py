@@ -158,11 +158,6 @@ def test_it_names_every_floor_of_the_house_and_files_that_exist():
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_each_test_that_it_names_without_a_folder_is_in_several():
-    names = set(re.findall(r"`(test_\w+\.py)`", DESIGN))
-    assert names and all(len(list((ROOT / "tests").glob(f"*/{name}"))) > 1 for name in names)
-
-
 def test_its_commands_are_targets_of_the_makefile():
     targets = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = set(re.findall(r"`make ([\w-]+)`", DESIGN))

@@ -60,6 +60,8 @@ def test_progress_survives_and_a_failed_check_does_not_take_a_pass_back(space, c
 
 def test_a_command_makes_the_file_once_and_a_reset_loses_nothing(space, capsys):
     assert main([], space) == 0 and main(["check", SECOND.name], space) == 1
+    out = capsys.readouterr().out
+    assert f"notebooks/{SECOND.notebook}.ipynb" in out and f"{space.file(SECOND)}" in out
     assert space.file(SECOND).read_text() == generated(SECOND)
     assert Workspace(space.folder).progress[SECOND.name].state == "unsolved"
     assert space.reset(FIRST) is None  # unchanged
@@ -185,12 +187,6 @@ def test_an_unknown_command_is_answered_with_the_nearest_one(space, capsys):
     ):
         assert main(arguments, space) == 2
         assert meant in capsys.readouterr().err
-
-
-def test_a_check_of_a_new_exercise_names_its_file_and_notebook(space, capsys):
-    assert main(["check", SECOND.name], space) == 1
-    out = capsys.readouterr().out
-    assert f"notebooks/{SECOND.notebook}.ipynb" in out and f"{space.file(SECOND)}" in out
 
 
 def test_without_a_name_hint_and_check_are_for_what_was_worked_on_last_and_say_so(space, capsys):

@@ -240,14 +240,10 @@ def launch(tmp_path):
     return run
 
 
-def root_of(done: subprocess.CompletedProcess[str]) -> Path:
-    return Path(done.args[1]).parent.parent
-
-
 def test_it_starts_torchrun_with_the_number_of_processes_and_ends_with_its_exit_code(launch):
     options = ["--max_restarts=2", "--config", "my config.yaml", "--steps", "5", "--link", "a *"]
     done = launch(*options, OMP_NUM_THREADS="3")
-    train = str(root_of(done) / "hybrid_parallel" / "train_hybrid.py")
+    train = str(Path(done.args[1]).parent.parent / "hybrid_parallel" / "train_hybrid.py")
     words = ["--config", "my config.yaml", "--steps", "5", "--link", "a *"]
     assert done.returncode == 7
     assert done.stdout.splitlines() == ["3", "--max-restarts=2", "--nproc-per-node=8", train, *words]

@@ -162,10 +162,6 @@ def test_the_table_shows_the_choice_its_step_and_the_axes_that_a_plan_uses(capsy
     ("words", "sentence"),
     [
         (["--model", "llama-4"], "There is no model 'llama-4'"),
-        (
-            ["--sequence-length", "0"],
-            "No division of 8 devices makes sense for this model of 32",
-        ),
         (["--device", "this", "--devices", "0"], "No division of 0 devices makes sense"),
     ],
 )

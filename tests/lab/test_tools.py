@@ -15,7 +15,6 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.units import show_bytes, show_rate, show_seconds
-from pipeline_parallel.schedules import gpipe, one_f_one_b, table_of
 
 W = torch.tensor([1.0, -2.0, 3.0]).double()
 
@@ -79,13 +78,6 @@ def test_a_function_is_replaced_wherever_it_was_imported_by_name_and_comes_back_
         assert {module.shard_sizes for module in BINDING} == {everything_to_rank_0}
         raise ZeroDivisionError
     assert {module.shard_sizes for module in BINDING} == {original} and replace.active() == {}
-
-
-def test_a_function_is_replaced_in_a_modules_table_of_functions_too():
-    table = one_f_one_b(2, 3)
-    with replaced("pipeline_parallel.schedules.gpipe", lambda stages, microbatches: table):
-        assert table_of("gpipe", 2, 3) is table
-    assert table_of("gpipe", 2, 3) == gpipe(2, 3) != table
 
 
 def test_a_function_is_replaced_in_the_tables_of_a_module_too():

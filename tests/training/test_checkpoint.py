@@ -124,33 +124,6 @@ def test_no_rank_goes_on_before_the_checkpoint_is_on_disk():
         assert run_ranks(work, 3, Path(folder)) == [True] * 3
 
 
-def test_saves_wait_for_each_other_and_the_last_ones_are_kept_until_a_newer_one_is_complete(tmp_path):
-    def work(cluster: Cluster) -> tuple[list[str], list[list[int]]]:
-        begun: list[str] = []
-        seen: list[list[int]] = []
-        write, remove = Checkpoints._write, checkpoint.keep_newest
-
-        def noting(self: Checkpoints, folder: Path, *args) -> None:
-            begun.append(folder.name)
-            write(self, folder, *args)
-
-        def removing(*args) -> None:
-            seen.append(complete_steps(tmp_path))
-            remove(*args)
-
-        with (
-            mock.patch.object(Checkpoints, "_write", noting),
-            mock.patch.object(checkpoint, "keep_newest", removing),
-        ):
-            save(cluster, tmp_path, 2, 4, 6, 8, keep=2)
-        return begun, seen
-
-    for rank, (begun, seen) in enumerate(run_ranks(work, 2)):
-        assert begun == ["step-2", "step-4", "step-6", "step-8"]
-        assert seen == ([] if rank else [[2], [2, 4], [2, 4, 6], [4, 6, 8]])
-    assert sorted(os.listdir(tmp_path)) == ["step-6", "step-8"]
-
-
 def test_what_is_written_is_what_there_was_when_the_save_began_and_no_later_change():
     def work(cluster: Cluster, folder: Path) -> tuple[float, int]:
         gate, write = threading.Event(), Checkpoints._write
