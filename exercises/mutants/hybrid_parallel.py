@@ -6,8 +6,7 @@ ELASTIC = "tests/hybrid_parallel/test_elastic.py::"
 NARRATED_AXES = "tests/hybrid_parallel/test_narrated_axes.py::"
 EQUIVALENCE = "tests/hybrid_parallel/test_equivalence.py::"
 MESH = "tests/hybrid_parallel/test_mesh.py::"
-PLANNER_MEMORY = "tests/hybrid_parallel/test_planner_memory.py::"
-PLANNER_TIME = "tests/hybrid_parallel/test_planner_time.py::"
+PLANNER = "tests/hybrid_parallel/test_planner_models.py::"
 
 mutant(
     "elastic_divides_by_the_old_world_size",
@@ -156,7 +155,7 @@ mutant(
     "The planner asks for too many devices: each microbatch counts as large as a replica's batch.",
     target="hybrid_parallel.planner.memory.tokens_of",
     changes={"(sizes.data * sizes.microbatches)": "sizes.data"},
-    killer=PLANNER_MEMORY + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
+    killer=PLANNER + "test_microbatches_divide_what_a_step_holds_without_a_pipeline",
 )
 
 mutant(
@@ -164,5 +163,5 @@ mutant(
     "The planner always recomputes: the second forward saves memory, and its time is not counted.",
     target="hybrid_parallel.planner.step_time.TimeModel.layer",
     changes={" + sizes.recompute * forward[cause]": ""},
-    killer=PLANNER_TIME + "test_recomputation_adds_a_third_to_the_layers",
+    killer=PLANNER + "test_recomputation_adds_a_third_to_the_layers",
 )

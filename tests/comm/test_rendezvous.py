@@ -23,7 +23,7 @@ from lab.launch.interface import open_store
 from lab.ranks import RankError
 from lab.replace import replaced
 from tests.comm.places import VARIABLES, free_port, places, started
-from tests.listening import listening
+from tests.processes import listening
 
 
 def ends_of(results: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from tests.containers.conftest import (
     outcome,
     remove_containers,
 )
-from tests.listening import listed
+from tests.processes import listed
 from tests.run_modes import MODES, few_steps
 
 DOCKERS_NAME_SERVER = "127.0.0.11"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.comm.places import places
-from tests.lab.processes import is_alive, session, wait_until
+from tests.processes import is_alive, session, wait_until
 
 SLEEPERS = """
 import os, time

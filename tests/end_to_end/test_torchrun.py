@@ -75,7 +75,7 @@ import torch
 import torch.distributed as dist
 from comm.collectives import all_reduce
 from comm.script import joined
-from tests.listening import family, listening
+from tests.processes import family, listening
 
 with joined() as cluster:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and cluster.rank == 1:

@@ -17,7 +17,7 @@ from lab import ranks
 from lab.cluster import Cluster
 from lab.ranks import RankError, run_ranks
 from lab.ranks.waiting import Wait, chain
-from tests.lab.processes import is_alive
+from tests.processes import is_alive
 
 
 def test_arguments_and_closures_travel_to_ranks_of_one_group_and_results_come_back_in_rank_order():
