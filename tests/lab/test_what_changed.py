@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from lab.what_changed import SHORT, STEPS, difference
-from tests.run_modes import ROOT, SCRIPTS
+from tests.run_modes import SCRIPTS, python
 
 PAIRS = [pair for names in STEPS for pair in itertools.pairwise(names)]
 
@@ -33,11 +33,6 @@ def test_a_method_that_calls_the_one_it_overrides_adds_to_it():
     lines = difference("zero1", "zero2")
     place = lines.index(("@", "ZeroGradientOptimizer._launch"))
     assert {sign for sign, _ in itertools.takewhile(lambda line: line[0] != "@", lines[place + 1 :])} == {"+"}
-
-
-def run(*names: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lab.what_changed", *names]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
 
 
 def test_the_command_is_plain_where_it_is_piped_and_an_unknown_name_ends_in_a_sentence():
