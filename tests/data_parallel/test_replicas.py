@@ -186,14 +186,16 @@ def test_a_message_carries_a_bucket_and_no_sync_sends_nothing():
     run_ranks(work, 2)
 
 
-def trace_of_a_step(wrap: Wrap, steps: int = 2) -> tuple[list[Event], Event, list[Event]]:
+def trace_of_a_step(
+    wrap: Wrap, steps: int = 2, forward: float = 0.01
+) -> tuple[list[Event], Event, list[Event]]:
     """Return the events of the last step, its backward, and its messages.
 
-    Each of 4 layers has 20 ms of backward and 12 ms on the wire.
+    Each of 4 layers has twice the time of a forward for its backward, and 12 ms on the wire.
     """
     layers = nn.ParameterList(torch.zeros(8) for _ in range(4))
     with slow_link.slowed(Link(0.004, 0.0)):
-        model = wrap(Metronome(layers, [[layer] for layer in layers], 0.01, vocab_size=2))
+        model = wrap(Metronome(layers, [[layer] for layer in layers], forward, vocab_size=2))
         for _ in range(steps):
             model.zero_grad()
             barrier()  # a late rank would post its messages after the other backward
@@ -212,7 +214,8 @@ def trace_of_a_step(wrap: Wrap, steps: int = 2) -> tuple[list[Event], Event, lis
 def test_buckets_are_sent_while_the_backward_computes():
     def work(cluster: Cluster) -> None:
         each = lambda module: BucketDataParallel(module, bucket_mb=TINY)  # noqa: E731
-        _, backward, sent = trace_of_a_step(each, steps=1)
+        # Slowly, because on a busy machine the thread that sends may start late.
+        _, backward, sent = trace_of_a_step(each, steps=1, forward=0.1)
         early = [event for event in sent if event.start_ns < backward.end_ns]
         assert early, "all messages left after the backward, and not while it computed"
 
