@@ -74,7 +74,7 @@ class AllForwardAllBackward(OwnStages):
             self.leaving.pop(i).wait()  # returns at once: its gradient is here, so it has arrived
         made.backward(gradient)
         if rank > 0:
-            if i > 0:
+            if i - 1 in self.leaving:
                 self.leaving.pop(i - 1).wait()  # the gradient before, so that only one is kept
             self.leaving[i] = isend(given.grad, rank - 1, self.down)
 
