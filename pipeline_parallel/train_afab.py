@@ -4,9 +4,8 @@
       rank 1   .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .       B: its backward, twice as long
       rank 2   .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .       .: idle for the time of a forward
 
-With p ranks and m microbatches, where a forward takes f and a backward b, a step takes (m + p-1) (f + b),
-and each rank is idle for (p-1) (f + b) of it, if all stages take equally long and messages no time. Naive
-model parallelism, with one microbatch at a time, takes m p (f + b).
+With p ranks, m microbatches, a forward of f seconds and a backward of b, a step takes (m + p-1) (f + b), if
+stages take equally long and messages no time. A rank is idle for (p-1) (f + b) of it. (Naive: m p (f + b).)
 
       bubble        (p-1) / (m + p-1): the idle share of a step; the more microbatches, the smaller
       activations   all m microbatches: each forward is done before the first backward (naive: 1 microbatch)
@@ -48,7 +47,8 @@ class AllForwardAllBackward(OwnStages):
         super().begin_step(x, y, num_targets)
         # For each microbatch the stage's input, and its output, whose graph holds the activations.
         self.kept: dict[int, tuple] = {}
-        self.leaving: dict[int, AnyTransfer] = {}  # what is being sent: activations, then gradients
+        self.leaving: dict[int, AnyTransfer] = {}  # the activations that are being sent
+        self.returning: list[AnyTransfer] = []  # the last gradient that was sent
 
     def forward_of(self, i: int) -> None:
         """Receive the activation of microbatch i, compute the stage, and send the result on."""
@@ -74,12 +74,12 @@ class AllForwardAllBackward(OwnStages):
             self.leaving.pop(i).wait()  # returns at once: its gradient is here, so it has arrived
         made.backward(gradient)
         if rank > 0:
-            if i - 1 in self.leaving:
-                self.leaving.pop(i - 1).wait()  # the gradient before, so that only one is kept
-            self.leaving[i] = isend(given.grad, rank - 1, self.down)
+            for transfer in self.returning:  # the gradient before, so that only one is kept
+                transfer.wait()
+            self.returning = [isend(given.grad, rank - 1, self.down)]
 
     def end_step(self) -> Tensor | None:
-        for transfer in self.leaving.values():  # a tensor must not change before it is sent
+        for transfer in (*self.leaving.values(), *self.returning):  # they must stay until they are sent
             transfer.wait()
         return super().end_step()
 
