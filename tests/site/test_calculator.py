@@ -130,7 +130,8 @@ def test_activations_and_waiting_are_those_of_the_planner(opened, tensor: int, e
         assert js(opened, f"layerActivations({given})") == pytest.approx(tokens * kept)
     stream = round(tokens * 64 * 2)
     one = cost.seconds("all_reduce", "ring", stream, tensor, LINK)
-    assert js(opened, f"tensorSeconds({given}, {link})") == pytest.approx(shape.reductions * one)
+    reductions = 1 + active  # after attention and after each expert
+    assert js(opened, f"tensorSeconds({given}, {link})") == pytest.approx(reductions * one)
     there = cost.seconds("all_to_all", "pairwise", stream * active, 4, LINK) * (experts > 1)
     assert js(opened, f"expertSeconds({given}, {link})") == pytest.approx(2 * there)
     message = LINK.alpha + LINK.beta * 2 * stream / tensor
