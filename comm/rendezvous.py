@@ -14,7 +14,8 @@ These environment variables are read; defaults are in parentheses:
     MASTER_ADDR, MASTER_PORT    the address of the store (localhost, 29500)
     LOCAL_RANK                  the index of this rank's GPU on its machine (0)
     BACKEND                     gloo or nccl (nccl if there is a GPU)
-    JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the other ranks (60), and in one operation (60)
+    JOIN_TIMEOUT, OP_TIMEOUT    seconds to wait for the other ranks (60), and in one operation (60; with nccl
+                                600: it counts from the launch, and hosts run ahead of their GPUs)
     OMP_NUM_THREADS             threads of a rank (the machine's cores, divided by its ranks)
 
 The details are in membership/: store.py (1), meeting.py (2), liveness.py (3). survivors.py is for trainings
@@ -50,6 +51,8 @@ from lab.launch.launcher import end_with_launcher, restart_count
 from lab.launch.threads import choose_vector_math, share_cores
 from lab.launch.torch_log import hide_torch_warnings
 
+OP_SECONDS = {"gloo": 60.0, "nccl": 600.0}
+
 
 def join() -> Cluster:
     """Meet the other ranks, form the group of all ranks, and return this rank's Cluster.
@@ -65,9 +68,9 @@ def join() -> Cluster:
     end_with_launcher(rank)
     hide_torch_warnings()
     local_rank = number("LOCAL_RANK") or 0
-    timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", 60.0)
     check_interface()
     device, backend, gpu = choose_device(local_rank)
+    timeout, op_timeout = seconds("JOIN_TIMEOUT", 60.0), seconds("OP_TIMEOUT", OP_SECONDS[backend])
 
     # 1. The store.
     deadline = time.monotonic() + timeout
@@ -86,6 +89,8 @@ def join() -> Cluster:
         choose_vector_math()
         # 4. The group.
         _form_group(backend, device, meeting, op_timeout)
+        if backend == "nccl" and world_size > 1:
+            liveness.end_after_a_death()
     except dist.DistError as error:
         gone = liveness.cause() or liveness.Departure(0, "died")  # rank 0 hosts the store
         raise CommError(f"The group cannot form: {gone}.") from error
@@ -103,9 +108,14 @@ def leave(cluster: Cluster) -> None:
 def _form_group(backend: str, device: torch.device, meeting: Meeting, op_timeout: float) -> None:
     """Let torch connect all ranks. It waits for a dead rank until the timeout, but this function does not."""
 
+    if backend == "nccl":  # several communicators may run at once, in the order of their launches
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
     def form() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the current device belongs to a thread
+        # Without `device_id`, with which nccl would connect all ranks at once: comm/channels.py makes groups
+        # whose connections are opened by the first message.
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", meeting.store),

@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -186,6 +187,28 @@ def fail(why: str, patience: float = _PATIENCE) -> bool:
         elif any(gone.why != why for gone in others):
             break
     return False
+
+
+def end_after_a_death(grace: float = 2.0) -> None:
+    """Let a thread end this process, with a sentence, `grace` seconds after another rank has died or failed.
+
+    This is for nccl, where `wait()` does not raise: the host would wait for the GPU without end.
+    """
+    own = _connection
+
+    def watch() -> None:
+        while own is not None and own is _connection and not own.closed:
+            gone = cause(patience=0.2)
+            if gone is None or gone.how == "finished":
+                continue
+            time.sleep(grace)
+            if own is _connection:  # it has neither finished nor found the error itself
+                sentence = f"{gone}."
+                if not fail(sentence):
+                    print(f"rank {_rank}: {sentence}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="liveness", daemon=True).start()
 
 
 def finish() -> None:

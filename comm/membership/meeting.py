@@ -114,6 +114,11 @@ class Meeting:
                     f"Rank {self.rank} was started with WORLD_SIZE {self.world_size}, but rank {peer} with "
                     f"{entry['world_size']}; all ranks need the same."
                 )
+            if bool(entry["gpu"]) != bool(present[0]["gpu"]):
+                raise self.give_up(
+                    f"Rank 0 and rank {peer} chose different backends, nccl and gloo: give all ranks one GPU "
+                    "each, or the same BACKEND."
+                )
             gpu = entry["gpu"]
             if gpu and first.setdefault(gpu, peer) != peer:
                 raise self.give_up(

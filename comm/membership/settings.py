@@ -4,7 +4,9 @@ import math
 import os
 import re
 import socket
+import sys
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -106,16 +108,20 @@ def check_interface() -> None:
 
 
 def choose_device(local_rank: int) -> tuple[torch.device, str, str]:
-    """Return this rank's device and backend: its GPU and nccl if there are GPUs, else the CPU and gloo.
+    """Return this rank's device and backend: its GPU and nccl if each rank has one, else gloo.
 
-    BACKEND can choose gloo for a GPU as well. The third value is the GPU's unique name, or "" on gloo, where
-    ranks may share a GPU.
+    On gloo ranks may share a GPU, and without any they use the CPU. BACKEND can choose. The third value is
+    the GPU's unique name, or "" on gloo.
     """
-    gpus = num_gpus()
-    backend = os.environ.get("BACKEND") or ("nccl" if gpus else "gloo")
+    gpus, ranks = num_gpus(), number("LOCAL_WORLD_SIZE") or 1
+    backend = os.environ.get("BACKEND") or ("nccl" if gpus >= ranks else "gloo")
     if backend not in ("gloo", "nccl"):
         raise CommError(f"BACKEND is {backend!r}; it must be gloo or nccl.")
+    if 0 < gpus < ranks and not os.environ.get("BACKEND") and local_rank == 0:
+        shared = f"{gpus} GPU{'s' * (gpus > 1)}"
+        print(f"{ranks} ranks share {shared} on this machine, so they send with gloo.", file=sys.stderr)
     if not gpus:
+        refuse_a_hidden_gpu()
         if backend == "nccl":
             raise CommError(
                 "BACKEND is nccl, but this machine has no GPU; leave BACKEND out or set it to gloo."
@@ -125,8 +131,29 @@ def choose_device(local_rank: int) -> tuple[torch.device, str, str]:
     if torch.version.cuda is not None:
         refuse_without_kernels(torch.cuda.get_device_capability(device), torch.cuda.get_arch_list())
     torch.cuda.set_device(device)
-    name = torch.cuda.get_device_properties(device).uuid if backend == "nccl" else ""
-    return device, backend, str(name)
+    return device, backend, name_of(device) if backend == "nccl" else ""
+
+
+def name_of(device: torch.device) -> str:
+    """Return a name that no other GPU has: of an AMD GPU, which may have no UUID, its place in a machine."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip is None:  # nccl takes ranks with other NCCL_HOSTIDs for those of other machines
+        return f"{properties.uuid}{os.environ.get('NCCL_HOSTID', '')}"
+    place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return f"{socket.gethostname()} {':'.join(map(str, place))}"
+
+
+def refuse_a_hidden_gpu() -> None:
+    """Raise CommError if torch is built for CUDA and sees no GPU, though an NVIDIA driver shows one."""
+    if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return
+    if os.path.exists("/dev/nvidia0"):
+        raise CommError(
+            f"There is an NVIDIA GPU, and torch, built for CUDA {torch.version.cuda}, cannot use it: the "
+            "driver may be too old. Install a newer one, or an older torch: pip install torch --index-url "
+            "https://download.pytorch.org/whl/cu126. Or train on the CPU with CUDA_VISIBLE_DEVICES= in front "
+            "of the command."
+        )
 
 
 def refuse_without_kernels(capability: tuple[int, int], architectures: list[str]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from comm import collectives, rendezvous
 from comm.collectives import CommError
 from comm.membership import meeting
-from comm.membership.settings import refuse_without_kernels
+from comm.membership.settings import name_of, refuse_a_hidden_gpu, refuse_without_kernels
 from comm.script import joined
 from comm.wire.transport import TRANSPORTS, use_transport
 from lab.launch.interface import open_store
@@ -144,6 +144,28 @@ def test_a_torch_without_kernels_for_the_gpu_is_refused_with_the_index_to_take()
     for capability, architectures in (((7, 0), ["sm_75", "sm_80"]), ((12, 0), ["sm_80", "sm_90a"])):
         with pytest.raises(CommError, match=f"no kernels for the GPU here.*{architectures[0]}.*--index-url"):
             refuse_without_kernels(capability, architectures)
+
+
+def test_a_gpu_that_torch_cannot_use_is_named_with_its_cures_unless_it_is_hidden_on_purpose(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidia0")
+    with pytest.raises(CommError, match=r"built for CUDA 13.0, cannot use it: the driver .* older torch"):
+        refuse_a_hidden_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refuse_a_hidden_gpu()
+
+
+def test_gpus_of_amd_without_a_uuid_are_told_apart_by_their_place(monkeypatch):
+    places = iter([(0, 3, 0), (0, 4, 0)])
+
+    def properties(device: Any) -> SimpleNamespace:
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        return SimpleNamespace(uuid="GPU-XX", **dict(zip(names, next(places), strict=True)))
+
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties)
+    assert name_of(torch.device("cuda", 0)) != name_of(torch.device("cuda", 1))
 
 
 LAUNCHERS = [

@@ -7,11 +7,14 @@
 
 FAKE_SLOW      seconds that every operation takes longer
 FAKE_TIMEOUT   seconds after which waiting is reported as a deadlock (25)
+FAKE_DIE       "rank@number": this rank is killed when it launches so many operations
 """
 
 import faulthandler
+import itertools
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -62,6 +65,8 @@ class Lane:
                 time.sleep(float(os.environ.get("FAKE_SLOW", "0")))
                 job()
             except BaseException:
+                if "FAKE_DIE" in os.environ:  # with nccl the survivors of a death wait without end
+                    threading.Event().wait()
                 traceback.print_exc()
                 end("an operation failed")
             operation.done()
@@ -286,9 +291,20 @@ class Communicators:
     def _launch(
         self, name: str, reads: list[Tensor], writes: list[Tensor], job: Job, lane: Lane, blocks: bool = False
     ) -> Any:
+        die_if_due()
         operation = extension.Operation(name, lane.number, reads, writes)
         lane.put(operation, job)
         return extension.Work(operation, writes, blocks)
+
+
+launched = itertools.count(1)
+
+
+def die_if_due() -> None:
+    """Kill this process if FAKE_DIE names its rank and this operation."""
+    rank, _, at = os.environ.get("FAKE_DIE", "").partition("@")
+    if next(launched) == int(at or 0) and os.environ.get("RANK") == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def host(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,25 @@ def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: s
 def backend_for(ranks: int) -> str:
     """Return "nccl" if each rank has a GPU of its own, else "gloo", with which ranks share a GPU."""
     return "nccl" if num_gpus() >= ranks else "gloo"
+
+
+def said_by_processes(script: str, *arguments: str, ranks: int = 2, **environment: str) -> list[str]:
+    """Run the script on ranks that no parent ends together, and return what each has written to stderr."""
+    place = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    with_fakes = "import tests.fake_gpu.device, runpy, sys; sys.argv = sys.argv[1:]; "
+    command = [sys.executable, "-c", with_fakes + "runpy.run_path(sys.argv[0], run_name='__main__')"]
+    processes = []
+    for rank in range(ranks):
+        own = place | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+        variables = os.environ | {name: str(value) for name, value in own.items()} | environment
+        words = [*command, str(ROOT / script), *arguments]
+        processes.append(subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True))
+    return [process.communicate(timeout=120)[1] for process in processes]
 
 
 def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
