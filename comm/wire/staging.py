@@ -5,6 +5,7 @@ strided view or a tensor on a GPU is copied to the wire, and back if the collect
 are named as in MPI: In is read, Out is written, InOut is both.
 """
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -64,9 +65,22 @@ def handover_of(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]
 
 @contextmanager
 def _taken(device: torch.device, event: torch.cuda.Event) -> Iterator[None]:
-    """Wait for what the caller has launched, run the block on a stream of its own, and wait for that."""
-    event.synchronize()
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):  # this also selects the device: a thread starts with device 0
+    """Wait for what the caller has launched, run the block on the thread's own stream, and wait for that."""
+    # A thread starts with device 0. To wait for an event there would open a context on that GPU, too.
+    with torch.cuda.stream(_own_stream(device)):
+        event.synchronize()
         yield
-        stream.synchronize()
+        torch.cuda.current_stream(device).synchronize()
+
+
+_streams = threading.local()
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return this thread's stream: one, because the allocator keeps memory for each stream that was used."""
+    if not hasattr(_streams, "of_device"):
+        _streams.of_device = {}
+    if device not in _streams.of_device:
+        _streams.of_device[device] = torch.cuda.Stream(device)
+    stream: torch.cuda.Stream = _streams.of_device[device]
+    return stream

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
@@ -32,8 +33,11 @@ Place = tuple[str, int, str]  # file, line, function
 def black_box(folder: str | Path, rank: int, every: float = 0.5) -> Iterator[None]:
     """Write a dump of this rank into `folder` every `every` seconds, and at the end of the `with` block."""
     stop, watched = threading.Event(), threading.get_ident()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def write_again_and_again() -> None:
+        if device is not None:  # a thread starts with device 0, and would open a context there
+            torch.cuda.set_device(device)
         while not stop.wait(every):
             stack = traceback.extract_stack(sys._current_frames()[watched])
             _dump(folder, rank, RUNNING, "", stack)

@@ -36,6 +36,10 @@ class StreamClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    def has_own_stream(self) -> bool:
+        """Return whether the calling thread has chosen another stream than the default one."""
+        return torch.cuda.current_stream(self._device) != torch.cuda.default_stream(self._device)
+
     def read(self, mark: torch.cuda.Event) -> int:
         """Wait until the device reaches a mark, and return the time."""
         mark.synchronize()

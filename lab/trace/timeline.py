@@ -86,8 +86,13 @@ def _read(moment: Moment) -> int:
 
 
 def mark() -> Moment:
-    """Return this moment, for `record`: `now()`, or on the main lane of a GPU a mark in its stream."""
-    return _clock.mark() if _recording and _clock is not None and _own_lane() == MAIN_LANE else now()
+    """Return this moment, for `record`: `now()`, or with a GPU a mark in the stream of this thread.
+
+    A thread without a stream of its own launches nothing, and takes the host's clock.
+    """
+    if _recording and _clock is not None and (_own_lane() == MAIN_LANE or _clock.has_own_stream()):
+        return _clock.mark()
+    return now()
 
 
 def span(name: str, kind: str = "compute", **args: Any) -> AbstractContextManager[None]:

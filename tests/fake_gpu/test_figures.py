@@ -23,6 +23,16 @@ def test_communication_beside_the_backward_is_hidden():
     assert figures["compute_seconds"] >= 0.2 * 3 * 2  # two layers
 
 
+@pytest.mark.parametrize(
+    ("mode", "options"), [("compressed", ("--compress", "int8")), ("diloco", ("--sync-every", "1"))]
+)
+def test_the_lane_of_a_thread_shows_when_the_gpu_worked_and_not_when_work_was_launched(
+    mode: str, options: tuple[str, ...]
+):
+    figures = run_script(f"low_communication/train_{mode}.py", *SHORT, *options, **SLOW)
+    assert figures["communication_seconds"] >= SECONDS
+
+
 @pytest.mark.parametrize("script", ["train_1f1b.py", "train_afab.py"])
 def test_a_metronomes_pass_begins_when_its_message_has_arrived(script: str):
     figures = run_script(f"pipeline_parallel/{script}", *SHORT, "--metronome", "20ms", **SLOW)
