@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from comm.collectives import Group, all_reduce, broadcast, use_pattern
 from comm.wire.groups import own_group
 from context_parallel.parallel_model import ContextParallel
+from data_parallel import train_ddp
 from data_parallel.train_bucket_overlap import BucketDataParallel
-from data_parallel.train_ddp import HookState, through_comm
 from data_parallel.train_naive import NaiveDataParallel
 from data_parallel.train_overlap import OverlapDataParallel
 from lab.check import assert_same
@@ -62,8 +62,8 @@ class Ddp(DistributedDataParallel):
             find_unused_parameters=getattr(module, "leaves_unused", False),
             gradient_as_bucket_view=True,
         )
-        self.hook = HookState(group)
-        self.register_comm_hook(self.hook, through_comm)
+        self.hook = train_ddp.HookState(group)
+        self.register_comm_hook(self.hook, train_ddp.through_comm)
 
     def finish_gradient_sync(self) -> None:
         """Check for errors only: DDP waits at the end of the backward."""
@@ -478,8 +478,6 @@ def compare_with_one_process(
         else:
             ours.optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss = ours.accumulate(task.loss, batch if name in DIVIDED else mine(cluster, batch), count)
-        all_reduce(loss, op="mean", group=options.get("group"))
-        assert_same({"loss": loss}, {"loss": losses[0].detach()}, what=f"loss, {what}, step {step},")
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
             assert_same({"norm": ours.syncing.clip_grad_norm_(clip)}, {"norm": norm}, what=f"norm, {what},")
@@ -493,4 +491,7 @@ def compare_with_one_process(
             found = {parameter: change[parameter] for parameter in expected}
             assert_same(found, expected, what=f"gradient, {what}, step {step},")
         assert_same(ours.state(), reference.state_dict(), what=f"parameter, {what}, step {step},")
+        # Last, because on a GPU the next step would wait for it, and so for all that was sent before.
+        all_reduce(loss, op="mean", group=options.get("group"))
+        assert_same({"loss": loss}, {"loss": losses[0].detach()}, what=f"loss, {what}, step {step},")
     return ours
