@@ -19,7 +19,7 @@ the dead worker's change is in it, and the outer step communicates nothing. Rank
 which is small: the anchor and the outer momentum. A rank that has r+1 may train already; after each step it
 looks whether the others form a group, and joins in.
 
-A worker that comes back asks rank 0, through the store of the rendezvous. At the next
+A worker that comes back connects to rank 0, whose address is in the store of the rendezvous. At the next
 synchronisation the others form a group with it. It copies anchor, outer momentum and counts, contributes
 nothing to this mean, and trains from the new anchor. Its AdamW starts afresh: the inner state is never sent,
 and the old one died with the process. AdamW corrects the bias of its averages, so the new ones are right, and

@@ -1,4 +1,4 @@
-"""Refuse, in one sentence, the uses of a wrapper that would train wrongly without an error.
+"""Refuse, in one sentence, uses of a wrapper with which it would train wrongly, and raise no error.
 
       when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or
@@ -9,7 +9,8 @@
                          which the rank has a shard
       with a shard       its norm, or another number for which all of the tensor is needed
 
-The guard only observes, from outside: a wrapper that nobody watches trains the same, and refuses nothing.
+The guard stands outside: it observes, and marks shards as such (`Shard`). A wrapper that nobody watches
+trains the same, and refuses nothing.
 
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
       watch(model)                              the same for one object
