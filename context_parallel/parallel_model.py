@@ -145,17 +145,19 @@ class ContextParallel(nn.Module):
         assert self.sequence is not None, "there was no forward"
         return self.sequence.cut.own(full_bt, self.sequence.rank)
 
-    def loss(self, logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return this rank's cross entropy in nats: the mean over ranks is the mean over all valid targets.
 
         A rank that has more of them than others counts more, so the sum is divided by the mean number of
-        valid targets. All ranks have all targets, so nothing has to be sent for it.
+        valid targets. All ranks have all targets, so nothing has to be sent for it. `num_targets` is the
+        number of valid ones in full sequences; None counts them, for which the host waits for a GPU.
         """
         own = self._cut(targets_bt.shape[1], dist.get_world_size(self.group)).own(
             targets_bt, dist.get_rank(self.group)
         )
-        num_targets = count_valid(targets_bt) / dist.get_world_size(self.group)
-        return getattr(self.module, "loss", loss_of)(logits_btv, own, num_targets)
+        num_targets = count_valid(targets_bt) if num_targets is None else num_targets
+        mean = num_targets / dist.get_world_size(self.group)
+        return getattr(self.module, "loss", loss_of)(logits_btv, own, mean)
 
     def finish_gradient_sync(self) -> None:
         """Take the mean of each gradient over the ranks, all in one all-reduce."""

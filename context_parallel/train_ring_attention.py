@@ -177,7 +177,7 @@ def main(cluster: Cluster, args: Args) -> None:
     optimizer, observed = run.optimizer(model), Observed(model)
     for x, y in run.batches(model, optimizer):  # full sequences: each rank takes its tokens of them
         optimizer.zero_grad()
-        loss = model.loss(model(x), y)
+        loss = model.loss(model(x), y, run.num_targets)
         loss.backward()
         model.finish_gradient_sync()
         optimizer.step()

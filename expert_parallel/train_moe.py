@@ -145,12 +145,14 @@ class MixtureOfExperts(nn.Module):
         """Return how many tokens of each rank have chosen each expert, and how many of them are sent to it.
 
         An all-gather of E numbers tells a rank how many tokens it will get, and all ranks the global counts.
+        They are copied to host memory once: the sizes of the messages depend on them.
         """
-        chosen_E = experts_tk.flatten().bincount(minlength=self.moe.num_experts)
+        choices = experts_tk.flatten()
+        chosen_E = choices.new_zeros(self.moe.num_experts).scatter_add_(0, choices, torch.ones_like(choices))
         everyone = self.groups.everyone
         chosen = chosen_E.new_empty(dist.get_world_size(everyone) * len(chosen_E))
         all_gather(chosen, chosen_E, everyone)
-        chosen_rE = chosen.view(-1, len(chosen_E))
+        chosen_rE = chosen.cpu().view(-1, len(chosen_E))
         if self.moe.capacity is None:
             return chosen_rE, chosen_rE
         # A row of chosen_rE adds up to that rank's tokens times k.
@@ -185,7 +187,9 @@ class MixtureOfExperts(nn.Module):
         """
         weights_a = weights_tk.flatten()[assignments]
         terms_ad = (y_ad * weights_a.unsqueeze(1)).to(y_td.dtype)
-        return y_td.index_add(0, assignments // self.moe.top_k, terms_ad)
+        # Each term has a place of its own: GPUs would add up several in one place in any order.
+        places = y_td.new_zeros(weights_tk.numel(), y_td.shape[1]).index_copy(0, assignments, terms_ad)
+        return y_td + places.view(*weights_tk.shape, -1).sum(1)
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same

@@ -49,7 +49,6 @@ from low_communication.compressors import COMPRESSORS, Compressor
 from low_communication.train_local_sgd import LocalArgs
 from training.guard import guarded
 from training.run import Run
-from training.valid_targets import count_valid
 
 WIRES = ("float32", "bf16", "int8")  # the other compressors need error feedback
 
@@ -273,7 +272,7 @@ def main(cluster: Cluster, args: StreamingArgs) -> None:
     optimizer = run.optimizer(model)
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+        loss = loss_of(model(x), y, run.own_targets)
         loss.backward()
         optimizer.step()
         model.after_step()

@@ -40,7 +40,6 @@ from lab.trace.ledger import Traffic
 from low_communication.train_local_sgd import LocalArgs
 from training.guard import guarded
 from training.run import Run
-from training.valid_targets import count_valid
 from training.validate import refuse_if
 
 
@@ -112,7 +111,7 @@ def main(cluster: Cluster, args: DiLoCoArgs) -> None:
     optimizer = run.optimizer(model)
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+        loss = loss_of(model(x), y, run.own_targets)
         loss.backward()
         optimizer.step()
         if run.current_step % args.sync_every == 0:

@@ -50,7 +50,6 @@ from lab.trace.ledger import Traffic
 from training.arguments import Args, NotOffered
 from training.guard import guarded
 from training.run import Run
-from training.valid_targets import count_valid
 
 
 @guarded
@@ -150,7 +149,7 @@ def main(cluster: Cluster, args: LocalSGDArgs) -> None:
     optimizer = run.optimizer(model)
     for x, y in run.batches(model, optimizer):
         optimizer.zero_grad()
-        loss = loss_of(model(x), y, count_valid(y))  # of this rank's own targets
+        loss = loss_of(model(x), y, run.own_targets)
         loss.backward()
         optimizer.step()
         model.after_step(optimizer, is_last=run.current_step == args.steps)

@@ -56,7 +56,7 @@ from training.evaluation import Evaluation, mean_of_losses
 from training.finite import CURE, refuse_not_finite
 from training.predict import predicted_seconds
 from training.resuming import Resuming
-from training.valid_targets import valid_targets
+from training.valid_targets import count_valid, valid_targets
 from training.validate import tick_seconds, validate_arguments, validate_folder
 
 RECORDED_STEPS = 200  # of which the spans are recorded; a long run must not fill the memory with them
@@ -77,6 +77,7 @@ class Run:
     not_measured: str | None = None
     link: Link | None = None
     num_targets = 0.0  # of this step: the mean over ranks of the valid targets (valid_targets.py)
+    own_targets = 0  # of this step: the valid targets of this rank, counted before they are on a GPU
 
     def __init__(
         self,
@@ -136,8 +137,9 @@ class Run:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's slice (x, y) of the global batch, which is a pure function of seed and step."""
-        x, y = (self._own_slice(part) for part in self._data.batch(step))
-        return x, y
+        x, y = (rank_slice(part, *self._share) for part in self._data.batch(step))
+        self.own_targets = count_valid(y)
+        return x.to(self._cluster.device), y.to(self._cluster.device)
 
     def _own_slice(self, batch: Tensor) -> Tensor:
         return rank_slice(batch, *self._share).to(self._cluster.device)

@@ -10,9 +10,9 @@ mutant(
     "Experts are balanced on each rank, and not over the batch: the loss depends on the number of ranks.",
     target="expert_parallel.balancing.auxiliary_loss",
     changes={
-        "f_E = chosen_rE.sum(0).to(probabilities_tE.dtype) / chosen_rE.sum()": (
-            "chosen_E = chosen_rE[torch.distributed.get_rank()]\n"
-            "f_E = chosen_E.to(probabilities_tE.dtype) / chosen_E.sum()"
+        "chosen_rE.sum(0).to(probabilities_tE.dtype) / chosen_rE.sum()": (
+            "chosen_rE[torch.distributed.get_rank()].to(probabilities_tE.dtype)"
+            " / chosen_rE[torch.distributed.get_rank()].sum()"
         ),
     },
     killer=EQUIVALENCE + "test_experts_train_as_one_process_with[an auxiliary loss of all ranks]",
@@ -43,7 +43,7 @@ mutant(
     "expert_outputs_of_other_tokens",
     "With one expert for each token all is right; with two, tokens get what experts made of other tokens.",
     target="expert_parallel.train_moe.MixtureOfExperts.combine",
-    changes={"assignments // self.moe.top_k": "assignments % len(y_td)"},
+    changes={"places.view(*weights_tk.shape, -1).sum(1)": "places.view(*weights_tk.T.shape, -1).sum(0)"},
     killer=LAYER + "test_tokens_reach_their_experts_and_come_home_in_order",
     symptom="With top-k 1 training equals one process, and with top-k 2 it does not.",
 )
