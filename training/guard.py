@@ -19,7 +19,6 @@ All ranks run the same program, so they make the same mistake, and each rank not
 """
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -35,35 +34,10 @@ from comm.exchange import exchange
 from lab.check import state_digest
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import LEDGER
+from training.elementwise import Shard, refuse_unless_elementwise
 
 SPARSE = "has sparse gradients, which have another size on each rank: leave sparse=True out."
-NEEDS_ALL = {  # and all functions that return one number
-    *("sum", "mean", "norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "normalize", "cumsum"),
-    *("max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "topk", "sort", "median", "multinomial"),
-    *("var", "std_mean", "softmax", "log_softmax", "logsumexp", "cross_entropy", "nll_loss", "std"),
-}
 Watched = TypeVar("Watched")
-
-
-class Shard(Tensor):
-    """A rank's part of a gradient or of logits: it refuses operations that need all parts.
-
-    `tensor.as_subclass(Shard)` makes one, and `shard.as_subclass(Tensor)` is a plain tensor again.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        needs_all = func.__name__ in NEEDS_ALL
-        if not needs_all:
-            result = super().__torch_function__(func, types, args, kwargs or {})
-            needs_all = isinstance(result, Tensor) and result.dim() == 0
-        if needs_all:
-            raise WorkbookError(
-                f"{func.__name__}() would see this rank's shard only: clip with the model's own "
-                "clip_grad_norm_(), compute the loss with its loss(), or take the plain tensor, "
-                "shard.as_subclass(torch.Tensor)."
-            )
-        return result
 
 
 _guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary()
@@ -320,32 +294,4 @@ def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
         raise WorkbookError(
             "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
             "all of them the same one (a sampler takes the rank along the data axis)."
-        )
-
-
-def refuse_unless_elementwise(optimizer_class: type[Optimizer], options: dict[str, Any]) -> None:
-    """Raise WorkbookError unless the optimizer updates a parameter in two parts as it updates all of it."""
-    known = inspect.signature(optimizer_class).parameters
-    options = {name: value for name, value in options.items() if name in known}
-    random = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(3, 24, generator=random, dtype=torch.float64)
-
-    def trained(sizes: list[int], shape: tuple[int, ...]) -> Tensor:
-        """Return the values after two steps, as parameters of these sizes."""
-        parts = [nn.Parameter(part.clone().view(shape)) for part in values.split(sizes)]
-        optimizer = optimizer_class(parts, **options)
-        for gradient in gradients:
-            for part, its_gradient in zip(parts, gradient.split(sizes), strict=True):
-                part.grad = its_gradient.clone().view(shape)
-            optimizer.step()
-        return torch.cat([part.detach().flatten() for part in parts])
-
-    try:
-        is_elementwise = torch.equal(trained([24], (4, 6)), trained([13, 11], (1, -1)))
-    except (TypeError, ValueError, RuntimeError):  # such as Muon, which takes matrices only
-        is_elementwise = False
-    if not is_elementwise:
-        raise WorkbookError(
-            f"{optimizer_class.__name__} does not work element by element, so it cannot train a shard of a "
-            "parameter: take one that does, such as SGD, Adam or AdamW."
         )

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lab.launch.errors import WorkbookError
-from training.guard import guarded, refuse_unless_elementwise, watch
+from training.elementwise import Shard, refuse_unless_elementwise
+from training.guard import guarded, watch
 
 
 class Wrapper(nn.Module):
@@ -97,3 +98,46 @@ def test_an_optimizer_that_looks_at_a_whole_tensor_is_refused() -> None:
     for refused in (NormalisedSgd, torch.optim.Adafactor, torch.optim.Muon):
         with pytest.raises(WorkbookError, match=f"{refused.__name__} does not work element by element"):
             refuse_unless_elementwise(refused, {"lr": 0.1})
+
+
+NUMBERS = torch.arange(6.0).view(2, 3)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.var_mean,
+        torch.Tensor.max,
+        torch.unique,
+        torch.linalg.svdvals,
+        lambda shard: torch.histc(shard, 3),
+        lambda shard: shard.cummax(0),
+        lambda shard: shard.softmax(1),
+        lambda shard: shard @ shard.T,
+        lambda shard: shard.flatten().kthvalue(1),
+        lambda shard: torch._foreach_max([shard]),
+        lambda shard: nn.utils.get_total_norm([shard]),
+        lambda shard: float(shard[0, 0]),
+        lambda shard: shard.numpy().max(),
+        lambda shard: max(shard.flatten().tolist()),
+    ],
+)
+def test_what_needs_all_of_a_tensor_is_refused_for_a_shard(operation: Callable[[Tensor], object]) -> None:
+    operation(NUMBERS)
+    with pytest.raises(WorkbookError, match=r"would see this rank's shard only: .*as_subclass"):
+        operation(NUMBERS.as_subclass(Shard))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda shard: 2 / (1 - shard.clamp(2, 3)) ** 2,
+        lambda shard: torch.where(shard > 1, shard, -shard),
+        lambda shard: shard.view(-1)[1:].double().mul_(3),
+        lambda shard: torch._foreach_lerp([shard], [shard], 0.5)[0],
+        lambda shard: torch.cat([shard.T.contiguous(), shard.reshape(3, 2)]).nan_to_num(),
+    ],
+)
+def test_what_works_element_by_element_is_the_same_for_a_shard(operation: Callable[[Tensor], Tensor]) -> None:
+    shard = operation(NUMBERS.as_subclass(Shard))
+    assert torch.equal(shard.as_subclass(Tensor), operation(NUMBERS)) and f"{shard}"
