@@ -27,9 +27,9 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.config import ExpertGroups, MoEConfig
 from expert_parallel.full_state import full_state
 from expert_parallel.train_moe import MixtureOfExperts
-from hybrid_parallel.layers import PlainModel
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
+from training.model_part import ModelPart
 
 
 class AddToLoss(torch.autograd.Function):
@@ -94,7 +94,7 @@ class Experts:
     seed: int = 0
 
 
-class ExpertModel(PlainModel):
+class ExpertModel(ModelPart):
     """A GPT with experts in place of its MLPs, of which this rank has some.
 
     The auxiliary loss of a step is the mean over its microbatches, each with the tokens of all replicas.

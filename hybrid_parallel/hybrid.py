@@ -1,7 +1,7 @@
 """Train replicas of a model that the other axes have divided: what lessons 2 and 8 do, around all others.
 
       plain ─► experts, TensorParallel ─► stages ─► HybridParallel: BucketDataParallel or ZeRO (replicas)
-      model    layers.py                  stages.py                 gradients averaged over replicas
+      model    train_hybrid.py            stages.py                 gradients averaged over replicas
 
 Each of them answers for its own axis, and hands on to what it wraps: what a rank has of the full state, which
 gradients count in the norm, what the loss is. One thing does not compose in this way: the order in which
