@@ -78,7 +78,7 @@ class SharedSequence:
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, SharedSequence, float], Tensor]
-LayerTraffic = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]  # of cost.py
+LayerTraffic = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]  # of traffic.py
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
@@ -187,7 +187,7 @@ class ContextParallel(nn.Module):
     def traffic(self, shape: Sequence[int], layer: LayerTraffic) -> Traffic:
         """Return what this rank sends in a step such as the last one: for attention, and for gradients.
 
-        `shape` is that of the full tokens: batch, time. `layer` is the formula of the attention (cost.py).
+        `shape` is that of the full tokens: batch, time. `layer` is the formula of the attention (traffic.py).
         Under autocast numbers are smaller than it says.
         """
         assert self.sequence is not None, "there was no forward"

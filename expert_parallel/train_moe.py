@@ -24,7 +24,7 @@ its expert group, so it is divided by the number of ranks of the group. Replicas
 other tokens, so they take the mean of theirs.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
-experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
+experts busy, traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
 
 After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
 and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
@@ -57,8 +57,8 @@ from expert_parallel.config import (
     random_numbers_of,
     validate_experts,
 )
-from expert_parallel.expected_traffic import layer_traffic, router_figures
 from expert_parallel.full_state import full_state
+from expert_parallel.traffic import layer_traffic, router_figures
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of

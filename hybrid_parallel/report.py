@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from comm.exchange import exchange
-from expert_parallel.expected_traffic import experts_row
+from expert_parallel.traffic import experts_row
 from hybrid_parallel.expert_axis import layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.sizes import ParallelSizes

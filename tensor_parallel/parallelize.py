@@ -35,7 +35,6 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, MLP, Attention, FeedForward
 from lab.trace.ledger import Traffic
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -44,6 +43,7 @@ from tensor_parallel.layers import (
     padded_shard,
     validate_heads,
 )
+from tensor_parallel.traffic import ExpectedTraffic, modules_of
 from training.gradients import average_gradients
 from training.guard import guarded
 from training.model_part import ModelPart, part_of

@@ -37,7 +37,7 @@ from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes, saved_activations
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from tensor_parallel.expected_traffic import activations_formula
+from tensor_parallel.traffic import activations_formula
 from zero.memory import Held, formula
 
 GPT = ModelShape(256, 32, 8, 8, None, 64, dropout=0.1, fused_attention=False)
