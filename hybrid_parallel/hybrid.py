@@ -247,12 +247,12 @@ class HybridParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of a full state, such as that of a plain model."""
-        for shard in self.shards(None):
+        for shard in self.state_shards(None):
             shard.take_from(state[shard.name.partition("/")[2]])
         if self.sizes.zero in (1, 2):
             self.data.gather_parameters()
 
-    def shards(self, optimizer: torch.optim.Optimizer | None) -> list[StateShard]:
+    def state_shards(self, optimizer: torch.optim.Optimizer | None) -> list[StateShard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state.
 
         axis        what a rank has of the model      its shards (training/checkpoint.py)

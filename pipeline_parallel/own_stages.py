@@ -192,7 +192,7 @@ class OwnStages(nn.Module):
         for stage in self.stages.values():
             stage.load_state_dict({name: full[name] for name in stage.state_dict()})
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
+    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
         copies = self.later_copies()
         found = [shard for stage in self.stages.values() for shard in buffer_shards(stage)]

@@ -4,10 +4,10 @@
                                │ to host memory
       a rank's thread          └── writes its file ── waits for all ranks ── rank 0 writes the manifest
 
-    checkpoints = Checkpoints("runs/first", cluster, keep=3)        # all ranks make all calls, in one order
-    checkpoints.save(step, model.shards(optimizer), {"seed": 0})    # returns after the copy
-    checkpoints.wait()                                              # at the end; raises if a save has failed
-    checkpoints.load(step, model.shards(optimizer))                 # fills the model and the optimizer
+    checkpoints = Checkpoints("runs/first", cluster, keep=3)            # all ranks call the same, in one order
+    checkpoints.save(step, model.state_shards(optimizer), {"seed": 0})  # returns after the copy
+    checkpoints.wait()                                                  # at the end; raises if a save failed
+    checkpoints.load(step, model.state_shards(optimizer))               # fills the model and the optimizer
 
 Shards (state_shards.py) say which elements of the full tensors a rank holds. Of the ranks that hold the same,
 one saves it. To load, a rank puts each full tensor together from saved shards, and takes its own elements.

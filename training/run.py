@@ -17,7 +17,7 @@ together; a plain module needs none of them.
 
     full_state_dict()                 the state as one process has it, on every rank
     load_full_state_dict(state)       takes this rank's part of such a state
-    shards(optimizer)                 what this rank holds of each full tensor (training/state_shards.py)
+    state_shards(optimizer)           what this rank holds of each full tensor (training/state_shards.py)
     evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
                                       rank counts it (training/evaluation.py)
     observed()                        the modules whose forwards and backwards are recorded, if not itself

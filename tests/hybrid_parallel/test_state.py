@@ -42,13 +42,13 @@ def a_hybrid(cluster: Cluster, sizes: Sizes, moe: MoEConfig | None, seed: int = 
 
 def save(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
     checkpoints = Checkpoints(folder, cluster)
-    checkpoints.save(STEPS, hybrid.shards(hybrid.optimizer))
+    checkpoints.save(STEPS, hybrid.state_shards(hybrid.optimizer))
     checkpoints.wait()
 
 
 def load(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
     checkpoints = Checkpoints(folder, cluster)
-    checkpoints.load(STEPS, hybrid.shards(hybrid.optimizer))
+    checkpoints.load(STEPS, hybrid.state_shards(hybrid.optimizer))
     if hybrid.sizes.zero in (1, 2):
         hybrid.data.gather_parameters()
 
