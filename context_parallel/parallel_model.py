@@ -28,7 +28,7 @@ from lab.trace.ledger import Traffic
 from training.arguments import NotOffered, Size
 from training.gradients import average_gradients, average_traffic
 from training.guard import guarded
-from training.model_part import ModelPart, part_of
+from training.model_on_rank import ModelOnRank, model_on_rank
 from training.state_shards import StateShard
 from training.valid_targets import count_valid
 
@@ -118,9 +118,9 @@ class ContextParallel(nn.Module):
             block.attention.attend_by_head = partial(self._attend, block.attention)
 
     @property
-    def inner(self) -> ModelPart:
+    def inner(self) -> ModelOnRank:
         """Return what answers for the other axes."""
-        return part_of(self.module)
+        return model_on_rank(self.module)
 
     @property
     def plain(self) -> Any:

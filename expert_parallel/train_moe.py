@@ -66,7 +66,7 @@ from lab.trace.ledger import Traffic
 from training.arguments import NotOffered
 from training.gradients import average_gradients, average_traffic, is_in_backward
 from training.guard import guarded
-from training.model_part import ModelPart
+from training.model_on_rank import ModelOnRank
 from training.run import Run
 
 
@@ -192,7 +192,7 @@ class MixtureOfExperts(nn.Module):
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
-class ExpertParallel(ModelPart):
+class ExpertParallel(ModelOnRank):
     """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
 
     Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one

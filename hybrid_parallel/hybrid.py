@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from hybrid_parallel.context_axis import ContextAxis
-from hybrid_parallel.expert_axis import ReplicatedExperts, layers_of
+from hybrid_parallel.expert_axis import ReplicatedExperts, expert_layers_of
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.stages import OneStage, PipelineStages
 from lab.launch.errors import WorkbookError
@@ -132,7 +132,7 @@ class HybridParallel(nn.Module):
             raise WorkbookError(
                 "There are gradients of an earlier backward; call optimizer.zero_grad() first."
             )
-        for layer in layers_of(self.stages):
+        for layer in expert_layers_of(self.stages):
             layer.forget()
         own_targets = count_valid(y)
         if num_targets is None and self.sizes.data > 1 and own_targets < y.numel():

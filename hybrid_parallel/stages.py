@@ -3,8 +3,8 @@
       OneStage          all layers
       PipelineStages    this rank's stages of them; with them only its own parameters stay in memory
 
-Both go around a ModelPart (training/model_part.py): all of each layer, a TensorParallel or an ExpertModel.
-They have the same methods, and hand on to their layers what these know.
+Both go around a ModelOnRank (training/model_on_rank.py): all of each layer, a TensorParallel or an
+ExpertModel. They have the same methods, and hand on to their layers what these know.
 """
 
 from torch import Tensor, nn
@@ -13,13 +13,13 @@ from comm.collectives import Group
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
-from training.model_part import ModelPart
+from training.model_on_rank import ModelOnRank
 
 
 class OneStage(nn.Module):
     """All layers of the model."""
 
-    def __init__(self, layers: ModelPart) -> None:
+    def __init__(self, layers: ModelOnRank) -> None:
         super().__init__()
         self.layers = layers
         self.first_names = {parameter: name for name, parameter in layers.plain.named_parameters()}
@@ -56,9 +56,9 @@ class OneStage(nn.Module):
 class PipelineStages(Pipeline):
     """This rank's stages of the model, on the ranks of `group`; `example` is one microbatch on this rank."""
 
-    layers: ModelPart
+    layers: ModelOnRank
 
-    def __init__(self, layers: ModelPart, sizes: ParallelSizes, example: Tensor, group: Group) -> None:
+    def __init__(self, layers: ModelOnRank, sizes: ParallelSizes, example: Tensor, group: Group) -> None:
         table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
         super().__init__(layers.plain, table, layers.loss, example, group, recompute=sizes.recompute)
         object.__setattr__(self, "layers", layers)  # no submodule: it has the parameters of all stages

@@ -33,7 +33,7 @@ from comm.cost import expected_traffic
 from context_parallel.traffic import all_to_all_layer, ring_layer
 from expert_parallel.traffic import counts_traffic, tokens_traffic
 from hybrid_parallel import mesh
-from hybrid_parallel.expert_axis import BalancedExperts, layers_of
+from hybrid_parallel.expert_axis import BalancedExperts, expert_layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
 from tensor_parallel.traffic import ExpectedTraffic, modules_of
@@ -101,7 +101,7 @@ def _with_backwards(forwards: Traffic, hybrid: HybridParallel) -> Traffic:
 
 def _noted(hybrid: HybridParallel) -> Iterator[tuple[BalancedExperts, Tensor]]:
     """Yield, for each forward of each layer of experts, how many tokens each rank has sent to each expert."""
-    yield from ((layer, sent_rE) for layer in layers_of(hybrid.stages) for sent_rE in layer.sent)
+    yield from ((layer, sent_rE) for layer in expert_layers_of(hybrid.stages) for sent_rE in layer.sent)
 
 
 def _itemsize_of(hybrid: HybridParallel) -> int:

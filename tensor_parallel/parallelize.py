@@ -46,7 +46,7 @@ from tensor_parallel.layers import (
 from tensor_parallel.traffic import ExpectedTraffic, modules_of
 from training.gradients import average_gradients
 from training.guard import guarded
-from training.model_part import ModelPart, part_of
+from training.model_on_rank import ModelOnRank, model_on_rank
 from training.state_shards import StateShard, buffer_shards, trained_shards
 
 _SEEDS = 2**62
@@ -61,7 +61,7 @@ def parallelize(
     of column layers. The model keeps its parameter objects, so an optimizer may be made before. Raises
     WorkbookError where the number of ranks does not divide heads or widths; a vocabulary is padded.
     """
-    plain = part_of(model).plain
+    plain = model_on_rank(model).plain
     if not isinstance(plain, GPT | MLP) or (sequence_parallel and isinstance(plain, MLP)):
         raise WorkbookError("parallelize takes a GPT, or an MLP without sequence parallelism.")
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -71,7 +71,7 @@ def parallelize(
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
-class TensorParallel(ModelPart):
+class TensorParallel(ModelOnRank):
     """A model whose layers are divided among the ranks of `group`; `parallelize` makes it.
 
     A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
@@ -104,9 +104,9 @@ class TensorParallel(ModelPart):
                 parameter.register_hook(lambda term: term * ranks)
 
     @property
-    def inner(self) -> ModelPart:
+    def inner(self) -> ModelOnRank:
         """Return what answers for the other axes."""
-        return part_of(self.module)
+        return model_on_rank(self.module)
 
     @property
     def plain(self) -> Any:

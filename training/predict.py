@@ -75,7 +75,7 @@ def predicted_seconds(
     """
     if {entry.op for entry, sent in traffic.items() if sent.messages_sent} - {"all_reduce"}:
         return None
-    pattern = cost.model_of("all_reduce", cost.pattern_for("all_reduce", pattern, LARGE_BYTES))
+    pattern = cost.formula_of("all_reduce", cost.pattern_for("all_reduce", pattern, LARGE_BYTES))
 
     def wire(num_bytes: int) -> float:
         return cost.seconds("all_reduce", pattern, num_bytes, ranks, link)

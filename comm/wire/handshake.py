@@ -27,7 +27,7 @@ OPS = (
     *("barrier", "broadcast", "scatter", "gather", "reduce"),
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
 )
-PATTERNS = (
+PATTERN_NAMES = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
     *("pairwise", "bruck", "hierarchical"),
 )
@@ -37,7 +37,7 @@ SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
 _OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
-    {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
+    {name: number for number, name in enumerate(names)} for names in (OPS, PATTERN_NAMES, DTYPES, REDUCTIONS)
 )
 ROW_BYTES = _ROW.size
 
@@ -67,7 +67,7 @@ class Header(NamedTuple):
     @staticmethod
     def of(numbers: Sequence[int]) -> "Header":
         op, pattern, dtype, reduction, *others = numbers
-        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *others)
+        return Header(OPS[op], PATTERN_NAMES[pattern], DTYPES[dtype], REDUCTIONS[reduction], *others)
 
     def __str__(self) -> str:
         how = f"{self.op}({self.pattern}"

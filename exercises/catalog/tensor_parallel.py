@@ -249,7 +249,7 @@ EXERCISES = (
         },
         helps=(
             "self.plain: nn.Module, self.group: Group, self.sequence_parallel: bool",
-            "self.inner: ModelPart\n    "
+            "self.inner: ModelOnRank\n    "
             "What is wrapped. It completes the gradients of the other axes: inner.finish_gradient_sync().",
             "self.dims: dict[str, tuple[int, int]]\n    "
             "By their names in the plain model, the parameters that the ranks divide.",

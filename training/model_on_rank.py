@@ -1,9 +1,9 @@
-"""Answer for the part of a model that a rank has: its loss, the gradients that count in its norm, its state.
+"""Answer for what a rank has of a model: its loss, the gradients that count in its norm, its state.
 
-      ContextParallel             some tokens, and all of what is in it
-        TensorParallel            a shard of each layer
-          ExpertParallel          some of the experts
-          or ModelPart(model)     all of a GPT or MLP
+      ContextParallel               some tokens
+        TensorParallel              a shard of each layer
+          ExpertParallel            some of the experts
+          or ModelOnRank(model)     all of a GPT or MLP
 
 Each answers for its own axis, and hands on to what it wraps, its `inner`.
 """
@@ -20,7 +20,7 @@ from training import clipping, evaluation
 from training.state_shards import StateShard, plain_shards
 
 
-class ModelPart(nn.Module):
+class ModelOnRank(nn.Module):
     """All of a GPT or MLP, with what the other axes ask about it; a subclass has a part of it."""
 
     dims: Mapping[str, tuple[int, int]] = {}  # of each divided parameter: the dimension, and its full size
@@ -89,6 +89,6 @@ class ModelPart(nn.Module):
         return list(parameter.shape), [0] * parameter.dim()
 
 
-def part_of(module: nn.Module) -> ModelPart:
-    """Return a model part as it is, and a plain model as the part that is all of it."""
-    return module if isinstance(module, ModelPart) else ModelPart(module)
+def model_on_rank(module: nn.Module) -> ModelOnRank:
+    """Return a ModelOnRank as it is, and a plain model as one that is whole on this rank."""
+    return module if isinstance(module, ModelOnRank) else ModelOnRank(module)
