@@ -107,8 +107,9 @@ class ContextParallel(nn.Module):
         has_documents: bool = False,
     ) -> None:
         super().__init__()
-        self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
-        self._attention, self._has_documents = attention, has_documents
+        self.module, self.group = module, group
+        self._attention, self._cut, self._kernel = attention, cut, kernel
+        self._has_documents = has_documents
         if not isinstance(self.plain, GPT):
             raise WorkbookError(f"ContextParallel takes a GPT, not a {type(self.plain).__name__}.")
         self.sequence: SharedSequence | None = None  # of the last forward

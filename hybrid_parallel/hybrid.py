@@ -85,7 +85,8 @@ class HybridParallel(nn.Module):
         self.plain: Any = stages.layers.plain
         self.pipeline = stages if isinstance(stages, PipelineStages) else None
         self.module: nn.Module = stages
-        self.mesh, self.sizes, self.context = mesh, mesh.sizes, context
+        self.mesh, self.sizes = mesh, mesh.sizes
+        self.context = context
         self.example_shape, self.device = example.shape, example.device
         self.local: LocalSGD | None = None  # replicas that train alone
         self.are_equal = True  # the replicas, after the last step

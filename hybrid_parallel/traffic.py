@@ -77,7 +77,8 @@ def _of_counts(hybrid: HybridParallel) -> Traffic:
 def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
-    config, sizes, shared = hybrid.plain.config, hybrid.sizes, hybrid.context.sequence
+    config, sizes = hybrid.plain.config, hybrid.sizes
+    shared = hybrid.context.sequence
     head = hybrid.example_shape[0] * config.width // config.num_heads  # of a token, in all examples
     heads = config.num_heads // sizes.tensor, config.kv_heads // sizes.tensor
     layer_traffic = ring_layer if sizes.attention == "ring" else all_to_all_layer

@@ -69,7 +69,8 @@ class TimeModel:
 
     def predict(self, sizes: ParallelSizes) -> Seconds:
         """Return the predicted seconds of a step of a plan."""
-        m, passes, head, share = sizes.microbatches, self.layer(sizes), self._head(sizes), self.machine.share
+        m, share = sizes.microbatches, self.machine.share
+        passes, head = self.layer(sizes), self._head(sizes)
         waiting = {cause: sum(each[cause] for each in passes) for cause in passes[0]}
         computing = waiting.pop("compute")
 
