@@ -26,7 +26,7 @@ What to read, in this order:
   2. `put_on_mesh` below, training/model_on_rank.py and stages.py: what each class answers for.
   3. hybrid.py: the replicas, and in which order the gradients of a step are completed.
   4. traffic.py: what each axis sends in a step.
-  5. `train` below, which is the loop of the other lessons.
+  5. `train` below, which is the loop of the other scripts.
   6. After lessons 6 and 7, context_axis.py, which cuts sequences, and expert_axis.py, which divides experts.
 
 sizes.py says which sizes make sense together.

@@ -28,7 +28,7 @@ Ops = list[tuple[str, int]]  # collectives, each with the number of elements of 
 
 
 def block_figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences.
+    """Return the script's rows of the report, beside their formulas, for a GPT with full sequences.
 
     `model` is a TensorParallel, and `shape` that of the input: batch, time.
     """

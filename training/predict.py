@@ -5,7 +5,7 @@
       link                         |  0  |  1  |  |        2        |
                                                        └── wait ────┘
 
-Each lesson that all-reduces gradients is a special case. In naive data parallel all gradients are ready at
+Each script that all-reduces gradients is a special case. In naive data parallel all gradients are ready at
 the end of the backward; with overlap there is a message for each parameter, with buckets there are fewer.
 Compute, and the latency and speed of the link, are measured. The rest follows from the formula.
 """

@@ -99,7 +99,7 @@ class Resuming:
         return plain_shards(getattr(model, "module", model), optimizer)
 
     def _load(self, step: int) -> int:
-        """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
+        """Load a checkpoint of any script, on any number of ranks, and return its number of steps."""
         args = self._args
         found, here = self._checkpoints.find(step), self._extra["made_with"]
         made_with = found.extra["made_with"]

@@ -19,11 +19,11 @@ from lab.launch.errors import UsageError
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is trained": ("steps", "epochs", "batch_size", "size"),
-    "This lesson": (),
+    "This script": (),
     "How ranks communicate": ("pattern", "link"),
     "How to look": ("metronome", "trace", "verbose", "json"),
 }
-"""The options by heading. Those that no heading names are the lesson's."""
+"""The options by heading. Those that no heading names are the script's own."""
 
 RARE = {
     *("lr", "seed", "transport", "ignore_first", "eval_every", "allow_nonfinite", "optimizer", "clip"),
