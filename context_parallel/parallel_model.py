@@ -108,8 +108,8 @@ class ContextParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.group = module, group
-        self._attention, self._cut, self._kernel = attention, cut, kernel
-        self._has_documents = has_documents
+        self._cut, self._kernel = cut, kernel
+        self._attention, self._has_documents = attention, has_documents
         if not isinstance(self.plain, GPT):
             raise WorkbookError(f"ContextParallel takes a GPT, not a {type(self.plain).__name__}.")
         self.sequence: SharedSequence | None = None  # of the last forward

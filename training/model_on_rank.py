@@ -69,10 +69,7 @@ class ModelOnRank(nn.Module):
         return set()
 
     def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return a copy of the plain model's state, full on every rank; every rank must call it.
-
-        `state` is that of a wrapper around this one, which has put its own axis together.
-        """
+        """Return a copy of the full state, or of the `state` of a wrapper around it. All ranks call it."""
         state = self.plain.state_dict() if state is None else state
         return {name: tensor.clone() for name, tensor in state.items()}
 
