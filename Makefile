@@ -32,18 +32,18 @@ TARGETS := run notebooks exercises compare diff site setup test lint check-runs 
 # `make run comm` would run the default lesson, and `make run MODE=comm` would ignore MODE.
 NO_TARGET := $(filter-out $(TARGETS) install my_notebooks $(READY),$(MAKECMDGOALS))
 ifneq "$(NO_TARGET)" ""
-$(error There is no target '$(NO_TARGET)': make alone lists them. If it is a lesson, write: make run RUN_MODE=$(NO_TARGET))
+$(error There is no target '$(NO_TARGET)': make alone lists them. If it is a script, write: make run RUN_MODE=$(NO_TARGET))
 endif
 ifeq "$(origin MODE)" "command line"
 $(error MODE is not a setting. Write: make run RUN_MODE=$(value MODE))
 endif
 $(foreach name,STEPS SIZE SEED LR,$(if $(filter command,$(origin $(name))), \
-    $(error $(name) is not a setting. A lesson's options stand in ARGS: make run ARGS='--steps 3')))
+    $(error $(name) is not a setting. A script's options stand in ARGS: make run ARGS='--steps 3')))
 
 run: export RUN_MODE := $(RUN_MODE)
 run: export WORLD_SIZE := $(WORLD_SIZE)
 run: export ARGS := $(ARGS)
-run: $(READY) ## run a lesson on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
+run: $(READY) ## run a script on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
 	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
 
 notebooks: $(READY) my_notebooks ## open the notebooks in JupyterLab

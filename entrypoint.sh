@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# This script runs one lesson: RUN_MODE names it, and the table below has its script, what it teaches, and
+# This file runs one train script: RUN_MODE names it, and the table below has its file, what it teaches, and
 # behind the bar what to run next, with which its report ends (training/conclusion.py). Two commands call it:
 #
 #   docker-compose up    this container is one rank: RANK of WORLD_SIZE, and rank 0 is at MASTER_ADDR

@@ -64,14 +64,14 @@ class Training:
 
     def begin_to_save(self) -> None:
         self._steps += 1
-        self._checkpoints.save(self._steps, self._hybrid.shards(self._hybrid.optimizer))
+        self._checkpoints.save(self._steps, self._hybrid.state_shards(self._hybrid.optimizer))
 
     def save(self) -> None:
         self.begin_to_save()
         self._checkpoints.wait()
 
     def load(self) -> None:
-        self._checkpoints.load(self._steps, self._hybrid.shards(self._hybrid.optimizer))
+        self._checkpoints.load(self._steps, self._hybrid.state_shards(self._hybrid.optimizer))
 
     def background(self, steps: int) -> None:
         self.train(1)

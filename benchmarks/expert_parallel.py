@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows, Seconds, Training, medians, row
 from expert_parallel.config import MoEConfig, form_groups
-from expert_parallel.expected_traffic import tokens_between
+from expert_parallel.traffic import tokens_between
 from expert_parallel.train_moe import Args as TrainArgs
 from expert_parallel.train_moe import ExpertParallel
 from lab.cluster import Cluster

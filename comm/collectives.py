@@ -122,14 +122,14 @@ def all_gather(
     group: Group = None,
     async_op: bool = False,
     pattern: str | None = None,
-    unit: int = -1,
+    tensor_id: int = -1,
 ) -> Work:
     """Write all shards, in rank order, to each rank's `full`. `shard` may be the rank's part of `full`.
 
-    Ranks must give the same `unit`: a number that tells tensors of equal size apart.
+    Ranks must give the same `tensor_id`: a number that tells tensors of equal size apart.
     """
     pattern = _choose("all_gather", pattern, group, full.nbytes)
-    header = Header("all_gather", pattern, full.dtype, "none", unit, shard.numel(), full.numel())
+    header = Header("all_gather", pattern, full.dtype, "none", tensor_id, shard.numel(), full.numel())
     return run_collective(header, group, async_op, [Out(full), In(shard)])
 
 

@@ -42,10 +42,10 @@ def traffic(
 ) -> Traffic:
     """Return the exact payload that `rank` sends. `numel` counts the full tensor: all shards together.
 
-    For the pattern "torch" it is the payload of the best-known algorithm, see `model_of`. `hosts` counts
+    For the pattern "torch" it is the payload of the best-known algorithm, see `formula_of`. `hosts` counts
     for the pattern "hierarchical" only.
     """
-    pattern = model_of(op, pattern)
+    pattern = formula_of(op, pattern)
     sizes = shard_sizes(numel, ranks)
     position = (rank - root) % ranks
 
@@ -203,7 +203,7 @@ def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
     return "pipelined_ring" if "pipelined_ring" in good else good[0]
 
 
-def model_of(op: str, pattern: str) -> str:
+def formula_of(op: str, pattern: str) -> str:
     """Return the pattern whose formulas apply: for "torch" the best-known one, else `pattern` itself."""
     if pattern != "torch":
         return pattern

@@ -115,7 +115,7 @@ def run_slowly(
     op = header.op
     if op == "reduce_scatter" and dist.get_backend(group) == "gloo":
         op = "all_reduce"  # gloo's reduce-scatter is an all-reduce and a slice
-    delay = cost.delay_of(op, cost.model_of(op, "torch"), num_bytes, group, ready)
+    delay = cost.delay_of(op, cost.formula_of(op, "torch"), num_bytes, group, ready)
     if dist.get_backend(group) == "gloo":
         # This message is for the simulated link: on a real one nothing moves before all are ready.
         wire = GlooWire(group, header.op, "torch", sequence, counted=False)

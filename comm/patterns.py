@@ -32,8 +32,8 @@ from comm.algorithms import (
 from comm.wire import slow_link
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.groups import Group, group_of, message_device
-from comm.wire.messages import AnyTransfer, irecv, isend
 from comm.wire.slow_link import Link
+from comm.wire.transfers import AnyTransfer, irecv, isend
 from comm.wire.transport import chosen_transport
 from lab.trace.ledger import LEDGER
 from lab.trace.stream_clock import time_when_done

@@ -17,7 +17,7 @@ The second cure uses non-blocking calls.
 A message of b bytes takes alpha + b * beta seconds: alpha is its latency, beta the time of a byte (Hockney,
 1994). Tiny messages around the ring measure alpha, and large ones beta (`measure_link` in patterns.py).
 
-`isend` and `irecv` work like those of torch.distributed, and their bytes are counted (wire/messages.py).
+`isend` and `irecv` work like those of torch.distributed, and their bytes are counted (wire/transfers.py).
 They travel as those of collectives do: through shared memory or over sockets (wire/streams.py).
 """
 
@@ -36,7 +36,7 @@ from comm.same_start import check_same_start
 from comm.script import start
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.groups import Group, message_device
-from comm.wire.messages import AnyTransfer, irecv, isend
+from comm.wire.transfers import AnyTransfer, irecv, isend
 from lab import units
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError

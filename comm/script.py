@@ -1,4 +1,4 @@
-"""Start and end the script of a lesson: `start(main, Args)`.
+"""Start and end a script: `start(main, Args)`.
 
 The command line is read before the ranks meet, and what the arguments mean together is checked after it. So
 if all ranks refuse them, rank 0 alone prints the error.

@@ -23,13 +23,13 @@ from comm.collectives import Group, broadcast
 from context_parallel.block_attention import KERNELS, Kernel
 from context_parallel.sequence_cut import AttentionPart, Cut, SequenceCut, documents_of
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, Attention, loss_of
+from lab.models.model import GPT, Attention
 from lab.trace.ledger import Traffic
 from training.arguments import NotOffered, Size
-from training.evaluation import sums_of
 from training.gradients import average_gradients, average_traffic
 from training.guard import guarded
-from training.state_shards import StateShard, plain_shards
+from training.model_on_rank import ModelOnRank, model_on_rank
+from training.state_shards import StateShard
 from training.valid_targets import count_valid
 
 MAX_LENGTH = 1 << 20  # tokens
@@ -78,7 +78,7 @@ class SharedSequence:
 
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, SharedSequence, float], Tensor]
-LayerTraffic = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]  # of cost.py
+LayerTraffic = Callable[[SharedSequence, int, int, int, int], tuple[Traffic, Traffic]]  # of traffic.py
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
@@ -95,7 +95,7 @@ class ContextParallel(nn.Module):
 
     may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
 
-    module: Any  # a GPT, or a wrapper that has one as `plain`
+    module: Any  # a GPT, or a part of one, such as TensorParallel
 
     def __init__(
         self,
@@ -107,21 +107,25 @@ class ContextParallel(nn.Module):
         has_documents: bool = False,
     ) -> None:
         super().__init__()
-        plain = getattr(module, "plain", module)
-        if not isinstance(plain, GPT):
-            raise WorkbookError(f"ContextParallel takes a GPT, not a {type(plain).__name__}.")
-        self.module, self.group, self._cut, self._kernel = module, group, cut, kernel
+        self.module, self.group = module, group
+        self._cut, self._kernel = cut, kernel
         self._attention, self._has_documents = attention, has_documents
+        if not isinstance(self.plain, GPT):
+            raise WorkbookError(f"ContextParallel takes a GPT, not a {type(self.plain).__name__}.")
         self.sequence: SharedSequence | None = None  # of the last forward
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)
-        for block in plain.blocks:
+        for block in self.plain.blocks:
             block.attention.attend_by_head = partial(self._attend, block.attention)
 
     @property
+    def inner(self) -> ModelOnRank:
+        """Return what answers for the other axes."""
+        return model_on_rank(self.module)
+
+    @property
     def plain(self) -> Any:
-        """Return the GPT, also where other wrappers, such as TensorParallel, are around it."""
-        return getattr(self.module, "plain", self.module)
+        return self.inner.plain
 
     def _attend(self, attention: Attention, q_bhte: Tensor, k_bhte: Tensor, v_bhte: Tensor) -> Tensor:
         """Attend in each head: own queries to the keys of all ranks."""
@@ -157,39 +161,34 @@ class ContextParallel(nn.Module):
         )
         num_targets = count_valid(targets_bt) if num_targets is None else num_targets
         mean = num_targets / dist.get_world_size(self.group)
-        return getattr(self.module, "loss", loss_of)(logits_btv, own, mean)
+        return self.inner.loss(logits_btv, own, mean)
 
     def finish_gradient_sync(self) -> None:
         """Take the mean of each gradient over the ranks, all in one all-reduce."""
         average_gradients(self.module.parameters(), self.group)
-        if hasattr(self.module, "finish_gradient_sync"):
-            self.module.finish_gradient_sync()
+        self.inner.finish_gradient_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip by the norm of the gradients, of which each rank of the group has the same."""
-        clip = partial(nn.utils.clip_grad_norm_, self.module.parameters())
-        return getattr(self.module, "clip_grad_norm_", clip)(max_norm)
+        return self.inner.clip_grad_norm_(max_norm)
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return the sums over this rank's tokens of a held-out batch."""
-        return getattr(self.module, "sums_of", sums_of)(self(x), self.own(y), counts)
+        return self.inner.sums_of(self(x), self.own(y), counts)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the plain model. All ranks must call it if a wrapper in it divides it."""
-        return getattr(self.module, "full_state_dict", self.plain.state_dict)()
+        return self.inner.full_state_dict()
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what this rank holds of a plain model's state dict."""
-        getattr(self.module, "load_full_state_dict", self.plain.load_state_dict)(state)
+        self.inner.load_full_state_dict(state)
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
-        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
-        return getattr(self.module, "shards", partial(plain_shards, self.plain))(optimizer)
+    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
+        return self.inner.state_shards(optimizer)
 
     def traffic(self, shape: Sequence[int], layer: LayerTraffic) -> Traffic:
         """Return what this rank sends in a step such as the last one: for attention, and for gradients.
 
-        `shape` is that of the full tokens: batch, time. `layer` is the formula of the attention (cost.py).
+        `shape` is that of the full tokens: batch, time. `layer` is the formula of the attention (traffic.py).
         Under autocast numbers are smaller than it says.
         """
         assert self.sequence is not None, "there was no forward"

@@ -15,8 +15,8 @@ With more ranks a rank has fewer tokens, and sends less: about 2/n times q, k, v
 ring that number hardly depends on n. But no attention is computed while the tensors travel, and there can be
 no more ranks than heads of keys and values. All ranks compute equally much, whatever the mask.
 
-The parts of the technique: sequence_cut.py and parallel_model.py cut the sequence and wrap a GPT, and cost.py
-has the formulas.
+The parts of the technique: sequence_cut.py and parallel_model.py cut the sequence and wrap a GPT, and
+traffic.py has the formulas.
 
 After Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
 Transformer Models", 2023, https://arxiv.org/abs/2309.14509.
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from comm.functions import exchange_shards
 from comm.script import start
-from context_parallel.cost import all_to_all_layer
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import SequenceCut
+from context_parallel.traffic import all_to_all_layer
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.trace.memory import Observed

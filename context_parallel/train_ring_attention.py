@@ -34,8 +34,8 @@ with zigzag. All ranks have equal parameters but different tokens, so gradients 
 after the backward, in one all-reduce.
 
 The parts of the technique: block_attention.py attends to some keys and joins results, sequence_cut.py says
-who has which tokens, parallel_model.py wraps a GPT, cost.py has the formulas, and clock.py takes the place of
-computing for --metronome.
+who has which tokens, parallel_model.py wraps a GPT, traffic.py has the formulas, and clock.py takes the place
+of computing for --metronome.
 
 After Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
 https://arxiv.org/abs/2310.01889.
@@ -56,9 +56,9 @@ from comm.point_to_point import InFlightShift
 from comm.script import start
 from context_parallel.block_attention import KERNELS, NO_KEY, join_results
 from context_parallel.clock import clock
-from context_parallel.cost import ring_layer
 from context_parallel.parallel_model import ContextArgs, ContextParallel, SharedSequence
 from context_parallel.sequence_cut import CUTS
+from context_parallel.traffic import ring_layer
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig

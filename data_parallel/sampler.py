@@ -40,7 +40,8 @@ class DistributedSampler(Sampler[int]):
             raise WorkbookError(
                 f"Rank {rank} is not one of {world_size} ranks, which are 0 to {world_size - 1}."
             )
-        self.num_examples, self.rank, self.world_size, self.seed = num_examples, rank, world_size, seed
+        self.num_examples, self.seed = num_examples, seed
+        self.rank, self.world_size = rank, world_size
         whole_rounds = num_examples // world_size * world_size
         padded = whole_rounds if whole_rounds == num_examples else whole_rounds + world_size
         self._total = {"pad": padded, "drop": whole_rounds, "keep": num_examples}[uneven]

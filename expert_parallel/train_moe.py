@@ -24,7 +24,7 @@ its expert group, so it is divided by the number of ranks of the group. Replicas
 other tokens, so they take the mean of theirs.
 
 The parts of the technique: config.py has the sizes and says which ranks share experts, balancing.py keeps all
-experts busy, expected_traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
+experts busy, traffic.py has the formulas, and full_state.py puts the experts of all ranks together.
 
 After Shazeer et al., "Outrageously Large Neural Networks", 2017, https://arxiv.org/abs/1701.06538 (experts
 and router); Lepikhin et al., "GShard", 2020, https://arxiv.org/abs/2006.16668 (dispatch and capacity); Fedus,
@@ -57,18 +57,17 @@ from expert_parallel.config import (
     random_numbers_of,
     validate_experts,
 )
-from expert_parallel.expected_traffic import layer_traffic, router_figures
 from expert_parallel.full_state import full_state
+from expert_parallel.traffic import layer_traffic, router_figures
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.ledger import Traffic
 from training.arguments import NotOffered
-from training.clipping import clip_grad_norm_
 from training.gradients import average_gradients, average_traffic, is_in_backward
 from training.guard import guarded
+from training.model_on_rank import ModelOnRank
 from training.run import Run
-from training.state_shards import StateShard, plain_shards
 
 
 class Router(nn.Module):
@@ -193,7 +192,7 @@ class MixtureOfExperts(nn.Module):
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
-class ExpertParallel(nn.Module):
+class ExpertParallel(ModelOnRank):
     """A GPT with experts in place of its MLPs. Each rank of `groups.everyone` has its slice of the batch.
 
     Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one
@@ -206,8 +205,8 @@ class ExpertParallel(nn.Module):
     may_freeze_later = True  # `average_gradients` takes the parameters that are trained in this step
 
     def __init__(self, module: GPT, moe: MoEConfig, groups: ExpertGroups, seed: int = 0) -> None:
-        super().__init__()
-        self.module, self.groups = module, groups
+        super().__init__(module)
+        self.groups = groups
         for number, block in enumerate(module.blocks):
             layer = MixtureOfExperts(module.config, moe, groups, seed, number)
             block.mlp = layer.to(module.token_embedding.weight)
@@ -218,14 +217,6 @@ class ExpertParallel(nn.Module):
         # Experts are drawn from seed, layer and number, so replicas of an expert are equal already.
         for tensor in [*self.dense, *module.buffers()]:
             broadcast(tensor.data, root=0, group=groups.everyone)
-
-    @property
-    def plain(self) -> GPT:
-        return self.module
-
-    def forward(self, tokens_bt: Tensor, *positions: Tensor) -> Tensor:
-        """Return the logits of this rank's slice of the batch."""
-        return self.module(tokens_bt, *positions)
 
     def auxiliary_loss(self) -> Tensor:
         """Return the sum over layers of the balancing loss of the last forward."""
@@ -249,34 +240,18 @@ class ExpertParallel(nn.Module):
             if parameter.requires_grad:
                 parameter.grad /= self.groups.num_expert_ranks  # it was a sum over the tokens of these ranks
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip by the norm of all gradients, those of all experts among them."""
-        uncounted = self.counted_elsewhere()
-        return clip_grad_norm_(self.module.parameters(), max_norm, self.norm_groups, uncounted=uncounted)
-
     @property
     def norm_groups(self) -> list[Group]:
-        """Return the groups over which the squares of gradients add up."""
         return [self.groups.experts]
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Return the parameters of this rank whose gradients count on another rank of the expert group."""
         return set(self.dense) if self.groups.rank > 0 else set()
 
     def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state with the experts of all ranks, on every rank; every rank must call it.
-
-        `state` is that of a wrapper around this one, which has put its own axis together.
-        """
         return full_state(self.module.state_dict() if state is None else state, self.groups)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what this rank holds of the state with all experts."""
         self.module.load_state_dict({name: state[name] for name in self.module.state_dict()})
-
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
-        """Return what this rank holds of the full model and of the optimizer's state."""
-        return plain_shards(self.module, optimizer)  # an expert has its number in its name
 
     def traffic(self) -> Traffic:
         """Return what this rank sends in a step such as the last one, in which routers chose the experts."""

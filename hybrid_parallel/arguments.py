@@ -5,7 +5,7 @@ import math
 from typing import Any, ClassVar, Literal
 
 from expert_parallel.config import MoEConfig, refuse_choice
-from hybrid_parallel.sizes import Attention, Compress, ParallelSizes, Precision, Schedule, Zero
+from hybrid_parallel.sizes import AttentionName, Compress, ParallelSizes, Precision, Schedule, Zero
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPTConfig, MLPConfig
 from training.arguments import ClipArgs, NotOffered, TrainArgs
@@ -42,7 +42,7 @@ class HybridArgs(ClipArgs, TrainArgs):
     """Number of ranks along the data axis: each has other examples. None: as many as the other axes leave."""
     context: int = 1
     """Number of ranks along the context axis: each has some tokens of every sequence."""
-    attention: Attention = "ring"
+    attention: AttentionName = "ring"
     """Attention to the tokens of other ranks of the context axis: ring sends keys and values round, and
     all_to_all divides heads instead of tokens."""
     tensor: int | None = None

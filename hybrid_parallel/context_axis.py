@@ -25,7 +25,7 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, Attention
 
 ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
-CUTS = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}
+CUT_OF = {"ring": SequenceCut.zigzag, "all_to_all": SequenceCut.contiguous}
 
 
 class ContextAxis:
@@ -36,7 +36,7 @@ class ContextAxis:
 
     def __init__(self, model: GPT, group: Group, sizes: ParallelSizes, length: int) -> None:
         self.sizes, self._length = sizes, length
-        self.sequence = SharedSequence(group, CUTS[sizes.attention](length, sizes.context))
+        self.sequence = SharedSequence(group, CUT_OF[sizes.attention](length, sizes.context))
         device = model.position_embedding.weight.device
         self._positions = self.sequence.cut.positions(self.sequence.rank).to(device)
         model.position_embedding.register_forward_pre_hook(self._at_own_positions)

@@ -27,9 +27,9 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from expert_parallel.config import ExpertGroups, MoEConfig
 from expert_parallel.full_state import full_state
 from expert_parallel.train_moe import MixtureOfExperts
-from hybrid_parallel.layers import PlainModel
 from lab.models.model import GPT, GPTConfig
 from lab.trace.ledger import Traffic
+from training.model_on_rank import ModelOnRank
 
 
 class AddToLoss(torch.autograd.Function):
@@ -94,7 +94,7 @@ class Experts:
     seed: int = 0
 
 
-class ExpertModel(PlainModel):
+class ExpertModel(ModelOnRank):
     """A GPT with experts in place of its MLPs, of which this rank has some.
 
     The auxiliary loss of a step is the mean over its microbatches, each with the tokens of all replicas.
@@ -112,21 +112,21 @@ class ExpertModel(PlainModel):
         return [self.groups.experts]
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        counted = experts_of(self.plain) if self.groups.rank > 0 else self.plain.parameters()
+        counted = expert_parameters_of(self.plain) if self.groups.rank > 0 else self.plain.parameters()
         return {*self.plain.parameters()} - {*counted}
 
     def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         return full_state(self.plain.state_dict() if state is None else state, self.groups)
 
 
-def layers_of(module: nn.Module) -> list[BalancedExperts]:
+def expert_layers_of(module: nn.Module) -> list[BalancedExperts]:
     """Return the mixtures of experts of a stage or model."""
     return [layer for layer in module.modules() if isinstance(layer, BalancedExperts)]
 
 
-def experts_of(module: nn.Module) -> list[nn.Parameter]:
+def expert_parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of this rank's experts in a stage or model."""
-    return [parameter for layer in layers_of(module) for parameter in layer.experts.parameters()]
+    return [parameter for layer in expert_layers_of(module) for parameter in layer.experts.parameters()]
 
 
 class ReplicatedExperts:
@@ -136,7 +136,7 @@ class ReplicatedExperts:
     """
 
     def __init__(self, module: nn.Module, groups: ExpertGroups) -> None:
-        self._experts, self._ranks = experts_of(module), groups.num_expert_ranks
+        self._experts, self._ranks = expert_parameters_of(module), groups.num_expert_ranks
         own = set(self._experts)
         dense = [parameter for parameter in module.parameters() if parameter not in own]
         both = (dense, groups.everyone), (self._experts, groups.replicas)

@@ -20,7 +20,7 @@ import tyro
 from safetensors.torch import save
 
 from lab.launch.errors import WorkbookError, reason
-from training.checkpoint import STEP, complete_steps, fill, read_manifest
+from training.checkpoint import STEP, complete_steps, fill_shards, read_manifest
 from training.state_shards import StateShard
 
 
@@ -32,7 +32,7 @@ def export(folder: Path, out: Path) -> int:
         for name, places in found.tensors.items()
         if not name.startswith("optimizer/")
     ]
-    fill(found, shards)
+    fill_shards(found, shards)
     full = {shard.name.partition("/")[2]: shard.tensor for shard in shards}
     # A plain model has a tied tensor under each of its names; the format takes no tensor twice.
     tied = found.extra["tied"]

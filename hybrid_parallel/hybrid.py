@@ -1,7 +1,7 @@
 """Train replicas of a model that the other axes have divided: what lessons 2 and 8 do, around all others.
 
       plain ─► experts, TensorParallel ─► stages ─► HybridParallel: BucketDataParallel or ZeRO (replicas)
-      model    layers.py                  stages.py                 gradients averaged over replicas
+      model    train_hybrid.py            stages.py                 gradients averaged over replicas
 
 Each of them answers for its own axis, and hands on to what it wraps: what a rank has of the full state, which
 gradients count in the norm, what the loss is. One thing does not compose in this way: the order in which
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from comm.collectives import all_reduce
 from data_parallel.train_bucket_overlap import BucketDataParallel
 from hybrid_parallel.context_axis import ContextAxis
-from hybrid_parallel.expert_axis import ReplicatedExperts, layers_of
+from hybrid_parallel.expert_axis import ReplicatedExperts, expert_layers_of
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.stages import OneStage, PipelineStages
 from lab.launch.errors import WorkbookError
@@ -85,7 +85,8 @@ class HybridParallel(nn.Module):
         self.plain: Any = stages.layers.plain
         self.pipeline = stages if isinstance(stages, PipelineStages) else None
         self.module: nn.Module = stages
-        self.mesh, self.sizes, self.context = mesh, mesh.sizes, context
+        self.mesh, self.sizes = mesh, mesh.sizes
+        self.context = context
         self.example_shape, self.device = example.shape, example.device
         self.local: LocalSGD | None = None  # replicas that train alone
         self.are_equal = True  # the replicas, after the last step
@@ -132,7 +133,7 @@ class HybridParallel(nn.Module):
             raise WorkbookError(
                 "There are gradients of an earlier backward; call optimizer.zero_grad() first."
             )
-        for layer in layers_of(self.stages):
+        for layer in expert_layers_of(self.stages):
             layer.forget()
         own_targets = count_valid(y)
         if num_targets is None and self.sizes.data > 1 and own_targets < y.numel():
@@ -247,12 +248,12 @@ class HybridParallel(nn.Module):
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what this rank holds of a full state, such as that of a plain model."""
-        for shard in self.shards(None):
+        for shard in self.state_shards(None):
             shard.take_from(state[shard.name.partition("/")[2]])
         if self.sizes.zero in (1, 2):
             self.data.gather_parameters()
 
-    def shards(self, optimizer: torch.optim.Optimizer | None) -> list[StateShard]:
+    def state_shards(self, optimizer: torch.optim.Optimizer | None) -> list[StateShard]:
         """Return what this rank holds of each full tensor of the model and of the optimizer's state.
 
         axis        what a rank has of the model      its shards (training/checkpoint.py)

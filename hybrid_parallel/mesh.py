@@ -118,7 +118,7 @@ class Mesh:
         return self.experts
 
 
-def drawn(sizes: ParallelSizes) -> str:
+def drawn_mesh(sizes: ParallelSizes) -> str:
     """Return a picture of all ranks as above: a row for each replica of a stage, a block for each stage."""
     width = max(len(f"rank {sizes.world_size - 1}"), len(f"tensor {sizes.tensor - 1}")) + 3
     names = [

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from comm.exchange import exchange
-from expert_parallel.expected_traffic import experts_row
-from hybrid_parallel.expert_axis import layers_of
+from expert_parallel.traffic import experts_row
+from hybrid_parallel.expert_axis import expert_layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from hybrid_parallel.sizes import ParallelSizes
 from hybrid_parallel.traffic import AXES, ByAxis, traffic_of_axes
@@ -125,7 +125,7 @@ def _formula(axis: str, hybrid: HybridParallel) -> str:
 
 def expert_figures(hybrid: HybridParallel) -> dict[str, float]:
     """Return the report's rows on experts, for the last step. All ranks must call it."""
-    layers = layers_of(hybrid.stages)
+    layers = expert_layers_of(hybrid.stages)
     chosen_bE = [torch.stack(layer.chosen).sum((0, 1)).tolist() for layer in layers]
     dropped = sum(int((torch.stack(layer.chosen) - torch.stack(layer.sent)).sum()) for layer in layers)
     counts = all(hybrid.mesh.coordinate(axis) == 0 for axis in ("data", "context", "tensor"))

@@ -18,7 +18,7 @@ from pipeline_parallel.schedules import V_SHAPED, stages_per_rank
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"]
 Precision = Literal["float32", "bf16"]
 Zero = Literal[0, 1, 2, 3]
-Attention = Literal["ring", "all_to_all"]
+AttentionName = Literal["ring", "all_to_all"]
 Compress = Literal["bf16", "int8", "topk", "powersgd", None]
 
 
@@ -35,7 +35,7 @@ class ParallelSizes:
     tensor: int = 1
     expert_ranks: int = 1
     zero: Zero = 0
-    attention: Attention = "ring"
+    attention: AttentionName = "ring"
     sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
     chunks: int = 2

@@ -1,27 +1,25 @@
 """Answer for a model's stages: what of the model this rank has, in one stage or in those of a pipeline.
 
-      OneStage          all layers; it goes around what layers.py has
+      OneStage          all layers
       PipelineStages    this rank's stages of them; with them only its own parameters stay in memory
 
-Both have the same methods, and hand on to their layers what these know.
+Both go around a ModelOnRank (training/model_on_rank.py): all of each layer, a TensorParallel or an
+ExpertModel. They have the same methods, and hand on to their layers what these know.
 """
 
 from torch import Tensor, nn
 
 from comm.collectives import Group
-from hybrid_parallel.layers import PlainModel
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import table_of
-from tensor_parallel.parallelize import TensorParallel
-
-Layers = PlainModel | TensorParallel
+from training.model_on_rank import ModelOnRank
 
 
 class OneStage(nn.Module):
     """All layers of the model."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: ModelOnRank) -> None:
         super().__init__()
         self.layers = layers
         self.first_names = {parameter: name for name, parameter in layers.plain.named_parameters()}
@@ -58,9 +56,9 @@ class OneStage(nn.Module):
 class PipelineStages(Pipeline):
     """This rank's stages of the model, on the ranks of `group`; `example` is one microbatch on this rank."""
 
-    layers: Layers
+    layers: ModelOnRank
 
-    def __init__(self, layers: Layers, sizes: ParallelSizes, example: Tensor, group: Group) -> None:
+    def __init__(self, layers: ModelOnRank, sizes: ParallelSizes, example: Tensor, group: Group) -> None:
         table = table_of(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks)
         super().__init__(layers.plain, table, layers.loss, example, group, recompute=sizes.recompute)
         object.__setattr__(self, "layers", layers)  # no submodule: it has the parameters of all stages

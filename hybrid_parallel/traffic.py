@@ -10,12 +10,12 @@
                         parameters
                zero 2   the same, with m reduce-scatters                         ZeroOptimizer
                zero 3   m reduce-scatters, 2 m all-gathers                       ShardedModule
-               experts  for each microbatch and block an all-gather of counts    expected_traffic.py
-    context    for each microbatch and block keys and values, and their          context_parallel/cost.py
+               experts  for each microbatch and block an all-gather of counts    expert_parallel/traffic.py
+    context    for each microbatch and block keys and values, and their          context_parallel/traffic.py
                gradients, round the ring, or 4 all-to-alls
-    expert     for each microbatch and block 4 all-to-alls of tokens or          expected_traffic.py
+    expert     for each microbatch and block 4 all-to-alls of tokens or          expert_parallel/traffic.py
                their gradients
-    tensor     for each microbatch 4 all-reduces in a block, 2 for the           expected_traffic.py
+    tensor     for each microbatch 4 all-reduces in a block, 2 for the           tensor_parallel/traffic.py
                embedding and the head, 2 for the loss; each expert has 2
 
 Replicas that differ along the context axis average gradients, too, so this counts for the data axis. What is
@@ -30,13 +30,13 @@ from torch import Tensor
 
 from comm.collectives import Group, chosen_pattern
 from comm.cost import expected_traffic
-from context_parallel.cost import all_to_all_layer, ring_layer
-from expert_parallel.expected_traffic import counts_traffic, tokens_traffic
+from context_parallel.traffic import all_to_all_layer, ring_layer
+from expert_parallel.traffic import counts_traffic, tokens_traffic
 from hybrid_parallel import mesh
-from hybrid_parallel.expert_axis import BalancedExperts, layers_of
+from hybrid_parallel.expert_axis import BalancedExperts, expert_layers_of
 from hybrid_parallel.hybrid import HybridParallel
 from lab.trace.ledger import Traffic
-from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
+from tensor_parallel.traffic import ExpectedTraffic, modules_of
 from training.gradients import average_traffic
 
 ByAxis = dict[str, Traffic]
@@ -77,7 +77,8 @@ def _of_counts(hybrid: HybridParallel) -> Traffic:
 def _of_context(hybrid: HybridParallel) -> Traffic:
     if hybrid.context is None:
         return Traffic()
-    config, sizes, shared = hybrid.plain.config, hybrid.sizes, hybrid.context.sequence
+    config, sizes = hybrid.plain.config, hybrid.sizes
+    shared = hybrid.context.sequence
     head = hybrid.example_shape[0] * config.width // config.num_heads  # of a token, in all examples
     heads = config.num_heads // sizes.tensor, config.kv_heads // sizes.tensor
     layer_traffic = ring_layer if sizes.attention == "ring" else all_to_all_layer
@@ -101,7 +102,7 @@ def _with_backwards(forwards: Traffic, hybrid: HybridParallel) -> Traffic:
 
 def _noted(hybrid: HybridParallel) -> Iterator[tuple[BalancedExperts, Tensor]]:
     """Yield, for each forward of each layer of experts, how many tokens each rank has sent to each expert."""
-    yield from ((layer, sent_rE) for layer in layers_of(hybrid.stages) for sent_rE in layer.sent)
+    yield from ((layer, sent_rE) for layer in expert_layers_of(hybrid.stages) for sent_rE in layer.sent)
 
 
 def _itemsize_of(hybrid: HybridParallel) -> int:

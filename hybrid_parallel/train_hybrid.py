@@ -15,7 +15,7 @@
       HybridParallel        replicas: buckets, ZeRO, local SGD, compressed gradients      hybrid.py
         PipelineStages      this rank's stages; or OneStage                               stages.py
           TensorParallel    layers are divided, also in experts                           lesson 3
-            ExpertModel     some experts in place of each MLP; or PlainModel              layers.py
+            ExpertModel     some experts in place of each MLP; or ModelOnRank             expert_axis.py
               GPT or MLP    ContextAxis changes its attention, for a part of the tokens   context_axis.py
 
 Each of them answers for its own axis (which part of the state it has, which gradients it counts) and hands on
@@ -23,10 +23,10 @@ to what it wraps.
 
 What to read, in this order:
   1. mesh.py: which ranks form which group, and why the axes have this order.
-  2. `put_on_mesh` below, and layers.py and stages.py: what each class answers for.
+  2. `put_on_mesh` below, training/model_on_rank.py and stages.py: what each class answers for.
   3. hybrid.py: the replicas, and in which order the gradients of a step are completed.
   4. traffic.py: what each axis sends in a step.
-  5. `train` below, which is the loop of the other lessons.
+  5. `train` below, which is the loop of the other scripts.
   6. After lessons 6 and 7, context_axis.py, which cuts sequences, and expert_axis.py, which divides experts.
 
 sizes.py says which sizes make sense together.
@@ -45,17 +45,17 @@ from hybrid_parallel.arguments import HybridArgs, model_of, moe_of, sizes_of
 from hybrid_parallel.context_axis import ContextAxis
 from hybrid_parallel.expert_axis import ExpertModel, Experts
 from hybrid_parallel.hybrid import HybridParallel, OptimizerClass
-from hybrid_parallel.layers import PlainModel
-from hybrid_parallel.mesh import Mesh, coordinates_of, drawn, stream_of
+from hybrid_parallel.mesh import Mesh, coordinates_of, drawn_mesh, stream_of
 from hybrid_parallel.planner.auto import read_arguments
 from hybrid_parallel.report import AxesReport, drawn_traffic
 from hybrid_parallel.sizes import refuse_sizes
-from hybrid_parallel.stages import Layers, OneStage, PipelineStages
+from hybrid_parallel.stages import OneStage, PipelineStages
 from hybrid_parallel.traffic import traffic_of_axes
 from lab.cluster import Cluster
 from lab.models.blocks import recompute_blocks
 from lab.models.model import GPT, MLP, GPTConfig, MLPConfig
 from tensor_parallel.parallelize import parallelize
+from training.model_on_rank import ModelOnRank
 from training.run import Run
 
 
@@ -85,7 +85,7 @@ def put_on_mesh(
         config = replace(model.config, block_size=length)
     refuse_sizes(sizes, config, batch_size, dist.get_world_size(), num_experts)
 
-    gpt, layers = cast(GPT, model), cast(Layers, PlainModel(model))  # refuse_sizes knows what an MLP has not
+    gpt, layers = cast(GPT, model), ModelOnRank(model)  # refuse_sizes knows what an MLP has not
     if experts is not None:  # first, because the tensor axis divides what is in an expert, too
         layers = ExpertModel(gpt, experts, mesh.form_expert_groups(), sizes.microbatches)
     if sizes.tensor > 1:
@@ -118,7 +118,7 @@ def begin(cluster: Cluster, args: HybridArgs, run_mode: str) -> tuple[Run, Hybri
     hybrid = put_on_mesh(run.model(), mesh, example, torch.optim.AdamW, experts, lr=args.lr)
     sent = drawn_traffic(hybrid, traffic_of_axes(hybrid, args.clip is not None))
     if cluster.is_main and not args.json:
-        print("\n".join([drawn(sizes), "", sent]), flush=True)
+        print("\n".join([drawn_mesh(sizes), "", sent]), flush=True)
     return run, hybrid
 
 

@@ -1,10 +1,10 @@
-"""Show what a step of a lesson changes: the difference between the concepts of two lessons' files.
+"""Show what a step of a lesson changes: the difference between the concepts of two scripts.
 
     make diff FROM=naive TO=overlap
     make diff                           lists the steps
 
 The concept is a file's classes and functions, without imports, `main()`, arguments and the expected traffic.
-It is compared method by method, and what is equal is not shown. A class that inherits from another lesson's
+It is compared method by method, and what is equal is not shown. A class that inherits from another script's
 class has that class's methods, too. The site shows the same on the lessons' pages.
 """
 
@@ -112,11 +112,11 @@ def parts_of(source: str) -> tuple[str, dict[str, str]]:
     for each in tree.body:
         if isinstance(each, ast.ImportFrom) and bases & {alias.name for alias in each.names}:
             base = ROOT / f"{str(each.module).replace('.', '/')}.py"
-            if base.name.startswith("train_"):  # another lesson, whose methods this one has, too
+            if base.name.startswith("train_"):  # another script, whose methods this one has, too
                 inherited, found = parts_of(base.read_text("utf-8"))
                 parts |= {re.sub(rf"^{inherited}\b", main.name, name): text for name, text in found.items()}
     for node in nodes:
-        if node.name in bases:  # what supports the lesson's class
+        if node.name in bases:  # what supports the script's class
             continue
         inner = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name not in BESIDE]
         methods = inner if isinstance(node, ast.ClassDef) else []

@@ -51,7 +51,8 @@ class Compressor(ABC):
         self, shapes: Sequence[Sequence[int]], group: Group = None, dtype: torch.dtype = torch.float32
     ) -> None:
         self.sizes, self.group = [math.prod(shape) for shape in shapes], group
-        self.numel, self.dtype, self.ranks = sum(self.sizes), dtype, dist.get_world_size(group)
+        self.numel, self.dtype = sum(self.sizes), dtype
+        self.ranks = dist.get_world_size(group)
 
     @abstractmethod
     def mean(self, flat: Tensor) -> Tensor:

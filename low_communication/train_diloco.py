@@ -112,8 +112,10 @@ class StreamingDiLoCo(nn.Module):
         outer_momentum: float = 0.9,
     ) -> None:
         super().__init__()
-        self.module, self.sync_every, self.delay = module, sync_every, delay
-        self.outer_lr, self.outer_momentum, self.steps = outer_lr, outer_momentum, 0
+        self.module = module
+        self.sync_every, self.delay = sync_every, delay
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.steps = 0
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         refuse_options(len(trained), sync_every, fragments, delay, wire, outer_lr, outer_momentum, group)
         for tensor in [*module.parameters(), *module.buffers()]:

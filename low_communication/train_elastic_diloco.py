@@ -127,7 +127,9 @@ class Worker:
         if self.rounds < rounds or rounds < 0:
             self.all.anchor, self.all.momentum = state
             self.all.set(self.all.anchor)
-            self.rounds, self.steps, self.loss = max(rounds, 0), steps, None
+            self.rounds = max(rounds, 0)
+            self.steps = steps
+            self.loss = None
             if not self.round_is_over():  # the others have just begun it
                 self.steps = self.rounds * self.sync_every
 

@@ -69,7 +69,8 @@ class LocalSGD(nn.Module):
         super().__init__()
         if sync_every < 1:
             raise WorkbookError(f"sync_every is {sync_every}: it is a number of steps, at least 1.")
-        self.module, self.sync_every, self.group = module, sync_every, group
+        self.module, self.group = module, group
+        self.sync_every = sync_every
         self.average_state, self.steps = average_state, 0  # steps since the last average
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(tensor.data, root=0, group=group)

@@ -44,7 +44,8 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        [x] = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
 
         def weights() -> None:
             rows_of_dy, rows_of_x = dy.flatten(0, -2), x.flatten(0, -2)

@@ -55,7 +55,8 @@ class OwnStages(nn.Module):
         self.rank_of = {stage: stage for stage in range(len(stages))} if rank_of is None else rank_of
         if (ranks := dist.get_world_size(group)) != (wanted := len({*self.rank_of.values()})):
             raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
-        self.rank, self.group, self.device = dist.get_rank(group), group, example.device
+        self.rank, self.group = dist.get_rank(group), group
+        self.device = example.device
         self.last, self.microbatches = len(stages) - 1, microbatches
         self.has_loss = self.rank_of[self.last] == self.rank
         own = {s: stage for s, stage in enumerate(stages) if self.rank_of[s] == self.rank}
@@ -152,7 +153,8 @@ class OwnStages(nn.Module):
         """Return the outputs for a batch on the rank of the last stage, None elsewhere. All ranks call it."""
         arriving = list(x.chunk(self.microbatches))
         for name, stage in self.stages.items():
-            index, made, leaving = int(name), [], []
+            index = int(name)
+            made, leaving = [], []
             before, after = (self.rank_of.get(index + step, self.rank) for step in (-1, 1))
             for part in arriving:
                 if before != self.rank:
@@ -192,7 +194,7 @@ class OwnStages(nn.Module):
         for stage in self.stages.values():
             stage.load_state_dict({name: full[name] for name in stage.state_dict()})
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
+    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return what this rank holds of the full model and of the optimizer's state, for a checkpoint."""
         copies = self.later_copies()
         found = [shard for stage in self.stages.values() for shard in buffer_shards(stage)]

@@ -139,14 +139,14 @@ class Pipeline(OwnStages):
         kind, microbatch, stage = action
         if kind == FORWARD:
             x = self.xs[microbatch] if given is None else given.requires_grad_()
-            return self.forward_of(microbatch, stage, x, self.ys[microbatch] if stage == self.last else None)
+            return self.run_forward(microbatch, stage, x, self.ys[microbatch] if stage == self.last else None)
         with torch.autocast(self.device.type, enabled=False):  # it computes in the dtypes of its forward
             if kind == WEIGHT_GRADIENT:
                 compute_gradients(self.later.pop((microbatch, stage)))
                 return None
-            return self.backward_of(microbatch, stage, given)
+            return self.run_backward(microbatch, stage, given)
 
-    def forward_of(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
+    def run_forward(self, microbatch: int, stage: int, x: Tensor, target: Tensor | None) -> Tensor:
         """Return the stage's output, or its share of the mean loss, and keep what the backward needs."""
         place = microbatch, stage
         later = self.later.setdefault(place, []) if place in self.split else None
@@ -156,7 +156,7 @@ class Pipeline(OwnStages):
         self.kept[place] = x, get_gradient_edge(y) if y.requires_grad else None
         return y.detach()
 
-    def backward_of(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
+    def run_backward(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
         """Return the gradient of the stage's input, given that of its output; None is for the loss.
 
         If the backward is split, the weight gradients of linear layers are left to `later`.

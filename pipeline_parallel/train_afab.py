@@ -32,10 +32,7 @@ class AllForwardAllBackward(OwnStages):
     """Holds one rank's stage of the model, and runs microbatches through it. Rank r has stage r."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Add the gradients of a batch to the parameters' gradients. The last rank returns the loss.
-
-        The first rank uses the batch's input `x`, and the last rank its targets `y`.
-        """
+        """Add up a batch's gradients. The first rank uses `x`, and the last uses `y` and returns the loss."""
         self.begin_step(x, y)
         for i in range(self.microbatches):
             self.forward_of(i)
@@ -52,7 +49,9 @@ class AllForwardAllBackward(OwnStages):
 
     def forward_of(self, i: int) -> None:
         """Receive the activation of microbatch i, compute the stage, and send the result on."""
-        rank, stage, given = self.rank, self.stages[str(self.rank)], self.xs[i]
+        rank = self.rank
+        stage = self.stages[str(rank)]
+        given = self.xs[i]
         if rank > 0:
             given = self.buffer_for(rank)
             recv(given, rank - 1, self.up)  # `up`, `down`: the groups of messages in each direction
@@ -67,7 +66,8 @@ class AllForwardAllBackward(OwnStages):
 
     def backward_of(self, i: int) -> None:
         """Receive the gradient of the stage's output, go backward, and send the gradient of its input."""
-        rank, (given, made), gradient = self.rank, self.kept.pop(i), None
+        given, made = self.kept.pop(i)
+        rank, gradient = self.rank, None
         if rank < self.last:  # on the last rank `made` is the loss, and `backward(None)` starts there
             gradient = self.buffer_for(rank + 1)
             recv(gradient, rank + 1, self.down)

@@ -15,7 +15,7 @@ p ranks holds a stage: some of the layers, with their gradients, optimizer state
       traffic       2 * batch * time * width * 4 bytes a step for a rank; half of it for the first and last
 
 The batch is divided into microbatches, and each one waits until the one before has come back. Here that
-only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next lesson,
+only saves memory; `--microbatches 1` sends the full batch through the stages at once. The next script,
 train_afab.py, lets the ranks work at the same time.
 
 `ModelParallel.step` is all of it, written by hand. stage.py cuts the model, and own_stages.py has what any

@@ -35,7 +35,7 @@ make notebooks   # 2. the guided tour: open 00_setup.ipynb
 make exercises   # 3. the first part of a lesson that you write yourself
 ```
 
-[Set-up](docs/setup.md) has other ways to install, [running](docs/running.md) all ways to run a lesson, and
+[Set-up](docs/setup.md) has other ways to install, [running](docs/running.md) all ways to run a script, and
 [results](docs/results.md) what each technique gains, measured.
 
 ## The map

@@ -19,7 +19,7 @@ Dropout masks must be equal where all ranks compute the same, and different wher
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,10 +32,9 @@ from torch import Tensor, nn
 from comm.collectives import Group, broadcast
 from comm.functions import InFlightAllGather, own_shard
 from lab.launch.errors import WorkbookError
-from lab.models.model import GPT, MLP, Attention, FeedForward, loss_of
+from lab.models.model import GPT, MLP, Attention, FeedForward
 from lab.trace.ledger import Traffic
 from tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from tensor_parallel.expected_traffic import ExpectedTraffic, modules_of
 from tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -44,10 +43,10 @@ from tensor_parallel.layers import (
     padded_shard,
     validate_heads,
 )
-from training.clipping import clip_grad_norm_
-from training.evaluation import sums_of
+from tensor_parallel.traffic import ExpectedTraffic, modules_of
 from training.gradients import average_gradients
 from training.guard import guarded
+from training.model_on_rank import ModelOnRank, model_on_rank
 from training.state_shards import StateShard, buffer_shards, trained_shards
 
 _SEEDS = 2**62
@@ -58,12 +57,11 @@ def parallelize(
 ) -> "TensorParallel":
     """Divide a plain GPT or MLP of `lab` among the ranks, in place; weights and random seed become rank 0's.
 
-    `model` may also be a wrapper that has one as `plain`, such as ExpertParallel. `overlap` hides the
-    reductions in the backward of column layers. The model keeps its parameter objects, so an optimizer may be
-    made before. Raises WorkbookError where the number of ranks does not divide heads or widths; a vocabulary
-    is padded.
+    `model` may also be a part of one, such as ExpertParallel. `overlap` hides the reductions in the backward
+    of column layers. The model keeps its parameter objects, so an optimizer may be made before. Raises
+    WorkbookError where the number of ranks does not divide heads or widths; a vocabulary is padded.
     """
-    plain = getattr(model, "plain", model)
+    plain = model_on_rank(model).plain
     if not isinstance(plain, GPT | MLP) or (sequence_parallel and isinstance(plain, MLP)):
         raise WorkbookError("parallelize takes a GPT, or an MLP without sequence parallelism.")
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -73,7 +71,7 @@ def parallelize(
 
 
 @guarded  # refuses what would train wrongly (training/guard.py); without it the class does the same
-class TensorParallel(nn.Module):
+class TensorParallel(ModelOnRank):
     """A model whose layers are divided among the ranks of `group`; `parallelize` makes it.
 
     A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
@@ -83,12 +81,9 @@ class TensorParallel(nn.Module):
     `with_own_tokens_only` lists.
     """
 
-    module: Any  # a GPT or an MLP, or a wrapper that has one as `plain`
-
     def __init__(self, module: nn.Module, group: Group, sequence_parallel: bool, overlap: bool) -> None:
-        super().__init__()
-        self.module, self.group = module, group
-        plain = self.plain
+        super().__init__(module)
+        self.group, plain = group, self.plain
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
         options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel}
         self.embedding: Callable[..., Any] = partial(VocabParallelEmbedding, **options)
@@ -103,17 +98,19 @@ class TensorParallel(nn.Module):
         self.dims = {f"{path}.{name}": where for path, layer in layers for name, where in layer.dims.items()}
         self.divided = [p for name, p in plain.named_parameters() if name in self.dims]
         self.returns_shard = isinstance(plain, GPT)
-        # Where ZeRO divides parameters along another axis: this rank's shard of each of them.
-        self.held: Mapping[nn.Parameter, nn.Parameter] | None = None
         ranks = dist.get_world_size(group)
         for parameter in self.with_own_tokens_only():
             if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
                 parameter.register_hook(lambda term: term * ranks)
 
     @property
+    def inner(self) -> ModelOnRank:
+        """Return what answers for the other axes."""
+        return model_on_rank(self.module)
+
+    @property
     def plain(self) -> Any:
-        """Return the GPT or MLP, whose names parameters have in a state."""
-        return getattr(self.module, "plain", self.module)
+        return self.inner.plain
 
     def _divide_mlp(self, model: MLP) -> None:
         for i, layer in enumerate(model.layers):
@@ -150,7 +147,7 @@ class TensorParallel(nn.Module):
     def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return the cross entropy in nats, as `loss_of`; the same on every rank."""
         if not self.returns_shard:
-            return loss_of(logits_btv, targets_bt, num_targets)  # of an MLP's full output
+            return self.inner.loss(logits_btv, targets_bt, num_targets)  # of an MLP's full output
         size, logits_btv = self.plain.config.vocab_size, logits_btv.as_subclass(Tensor)
         return vocab_parallel_cross_entropy(logits_btv, targets_bt, size, self.group, num_targets=num_targets)
 
@@ -165,62 +162,42 @@ class TensorParallel(nn.Module):
         if self.held is not None:
             parameters = [self.held[parameter] for parameter in parameters if parameter in self.held]
         average_gradients(parameters, self.group)
-        if hasattr(self.module, "finish_gradient_sync"):
-            self.module.finish_gradient_sync()
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
-        uncounted = self.counted_elsewhere()
-        return clip_grad_norm_(self.plain.parameters(), max_norm, self.norm_groups, uncounted=uncounted)
+        self.inner.finish_gradient_sync()
 
     @property
     def norm_groups(self) -> list[Group]:
-        """Return the groups over which the squares of gradients add up, one after the other."""
-        return [self.group, *getattr(self.module, "norm_groups", [])]
+        return [self.group, *self.inner.norm_groups]
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Return the parameters of this rank whose gradients count on another rank of these groups."""
         named = self.plain.named_parameters(remove_duplicate=False)
         replicated = {parameter for name, parameter in named if name not in self.dims}
         own = replicated if dist.get_rank(self.group) > 0 else set()
-        return own | getattr(self.module, "counted_elsewhere", set)()
-
-    def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
-        """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
-        return self.sums_of(self(x), y, counts)
+        return own | self.inner.counted_elsewhere()
 
     def sums_of(self, logits: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
-        """Do what `evaluation_sums` does, with logits that a wrapper around this one has computed."""
+        """Return on rank 0 the sum of losses, which all ranks compute from their shards of the logits."""
         loss = self.loss(logits, y, num_targets=1).double()  # the sum
-        sums = torch.stack([loss, torch.zeros_like(loss)])
+        sums: Tensor | None = torch.stack([loss, torch.zeros_like(loss)])
         if not self.returns_shard:
-            sums = sums_of(logits, y, counts)
+            sums = self.inner.sums_of(logits, y, counts)
         return sums if dist.get_rank(self.group) == 0 else None
 
     def full_state_dict(self, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return the state dict of the plain model, full on every rank; every rank must call it.
-
-        `state` is that of a wrapper around this one, which has put its own axis together.
-        """
         state = self.plain.state_dict() if state is None else state
-        state = {name: self.full_tensor(name, shard) for name, shard in state.items()}
-        inner = getattr(self.module, "full_state_dict", None)
-        return state if inner is None else inner(state)
+        return self.inner.full_state_dict({name: self.full_tensor(name, one) for name, one in state.items()})
 
     def full_tensor(self, name: str, shard: Tensor) -> Tensor:
-        """Return a copy of what all ranks together hold of the parameter `name`; every rank must call it."""
+        """Return what all ranks together hold of the parameter `name`; every rank must call it."""
         if name not in self.dims:
-            return shard.clone()
+            return shard
         dim, size = self.dims[name]
-        return InFlightAllGather(shard, dim, self.group).wait().narrow(dim, 0, size).clone()
+        return InFlightAllGather(shard, dim, self.group).wait().narrow(dim, 0, size)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load this rank's shards of a plain model's state dict."""
         own = {name: padded_shard(state[name], dim, self.group) for name, (dim, _) in self.dims.items()}
-        getattr(self.module, "load_full_state_dict", self.plain.load_state_dict)(state | own)
+        self.inner.load_full_state_dict(state | own)
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
-        """Return what this rank holds of each full tensor of the model and of the optimizer's state."""
+    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         found = [*buffer_shards(self.plain)]
         for name, parameter in self.plain.named_parameters():
             shape, offset = self.place_of(name, parameter)
@@ -228,7 +205,6 @@ class TensorParallel(nn.Module):
         return found
 
     def place_of(self, name: str, shard: Tensor) -> tuple[list[int], list[int]]:
-        """Return the shape of the full tensor of which this rank has a shard, and where the shard begins."""
         shape, offset = list(shard.shape), [0] * shard.dim()
         if name in self.dims:
             dim, size = self.dims[name]

@@ -17,7 +17,7 @@ the weights; with `--no-overlap` they do not.
 
 The parts of the technique: layers.py has the idea, a column layer before a row layer; read it first.
 cross_entropy.py computes the loss from divided logits. parallelize.py shows which layers of a GPT are divided
-in which way, and expected_traffic.py has the formulas.
+in which way, and traffic.py has the formulas.
 
 After Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053.
 """
@@ -28,8 +28,8 @@ import training.arguments
 from comm.script import start
 from lab.cluster import Cluster
 from lab.trace.memory import Observed
-from tensor_parallel.expected_traffic import block_figures
 from tensor_parallel.parallelize import parallelize
+from tensor_parallel.traffic import block_figures
 from training.arguments import ClipArgs, NotOffered, Size
 from training.run import Run
 

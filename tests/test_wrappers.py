@@ -39,10 +39,10 @@ from tests.wrappers import (
     SHARDED,
     SHARED,
     SIDE_BY_SIDE,
-    STAGES,
     TENSORS,
     TEXT,
     TINY,
+    ZERO_STAGES,
     Blocks,
     EitherWay,
     Layers,
@@ -193,7 +193,7 @@ def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result(
         for make, way in zip((deep_gpt, recomputed), ways, strict=True):
             compare_with_one_process(cluster, "zero3", DEEP, (1, 2), "adamw", make=make, **way)
         with slow_link.slowed(Link(0.002, 0.0)):
-            for stage in STAGES:
+            for stage in ZERO_STAGES:
                 compare_with_one_process(cluster, stage, SHARED, (2, 1))
 
     run_ranks(work, 3, timeout=60)
@@ -202,7 +202,7 @@ def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result(
 def test_a_step_sends_what_the_formula_says_and_replicas_nothing_before_the_last_microbatch():
     def work(cluster: Cluster) -> None:
         ways: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name != "ddp"]
-        ways += [(stage, {"pattern": "tree"}) for stage in STAGES]
+        ways += [(stage, {"pattern": "tree"}) for stage in ZERO_STAGES]
         half = {"reshard_after_forward": False, "compute_dtype": torch.bfloat16}
         ways += [("zero3", half), ("hsdp", half)]
         for name, options in ways:
@@ -470,7 +470,7 @@ REFUSED: list[tuple[Callable[[str], object], Sequence[str], str]] = [
     (steps_with_a_closure, ("zero1", "zero2"), "takes no closure"),
     (adds_a_layer, PLAIN, r"^The parameter blocks.3.weight was added, .* after wrapping"),
     (freezes_a_layer, PLAIN, r"^The parameter blocks.1.weight was added, .* frozen, .* after wrapping"),
-    (freezes_a_layer, STAGES, "after wrapping"),
+    (freezes_a_layer, ZERO_STAGES, "after wrapping"),
     (lambda name: Trained(name, nn.Embedding(5, 2, sparse=True)), (*PLAIN, "zero3"), "sparse"),
     (lambda name: Trained(name, Compiled()), PLAIN, r"module\.compile\(\)"),
     (compiles_in_place, ZERO3, "compiled code"),
@@ -478,7 +478,7 @@ REFUSED: list[tuple[Callable[[str], object], Sequence[str], str]] = [
     (lambda name: Trained(name, Twice()).model(X).sum().backward(), PLAIN[1:], "use_reentrant=False"),
     (goes_backward_without_a_forward, ZERO3, "without a forward before it"),
     (goes_backward_after_a_step, ZERO3, "stepped between a forward and its backward"),
-    (takes_the_norm_of_a_shard, STAGES, "shard only"),
+    (takes_the_norm_of_a_shard, ZERO_STAGES, "shard only"),
     (lambda _: nn.utils.clip_grad_norm_(finished().model.parameters(), 1.0), ZERO3, "shard only"),
     (clips_before_it_finishes, ZERO3, "finish_gradient_sync"),
     (watches_shards, ZERO3, "never run"),

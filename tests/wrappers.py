@@ -121,7 +121,7 @@ REPLICAS: dict[str, Wrap] = OURS | {
     "ddp": Ddp,
     "compressed": lambda module, group=None: CompressedDataParallel(module, "float32", group),
 }
-STAGES = ("zero1", "zero2", "zero3")
+ZERO_STAGES = ("zero1", "zero2", "zero3")
 OF_PARAMETERS: dict[str, Any] = {
     "zero1_textbook": TextbookZeroOptimizer,
     "zero1": ZeroOptimizer,
@@ -145,7 +145,7 @@ DTENSORS: dict[str, Wrap] = {
 }
 DIVIDED = TENSORS | CONTEXTS | DTENSORS
 NAMES = [*REPLICAS, *OF_PARAMETERS, "zero3", "hsdp"]
-SHARDED = ("zero1_textbook", *STAGES, "hsdp")
+SHARDED = ("zero1_textbook", *ZERO_STAGES, "hsdp")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # On GPUs either all parameters must be DTensors for the default of foreach, or none.
     "sgd": (torch.optim.SGD, {"lr": 1.0, "foreach": False}),

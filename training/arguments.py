@@ -1,4 +1,4 @@
-"""Define the arguments that the train scripts of all lessons take; each script adds its own."""
+"""Define the arguments that all train scripts take; each script adds its own."""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -96,7 +96,7 @@ class TrainArgs(OtherOptions):
     """Print the report as one line of JSON at the end, on stdout; everything else goes to stderr."""
 
     def validate(self, world_size: int) -> None:
-        """Raise WorkbookError for what a lesson refuses. All ranks have the same arguments then."""
+        """Raise WorkbookError for what a script refuses. All ranks have the same arguments then."""
 
     def gpt_config(self) -> GPTConfig:
         """Return the sizes of the GPT."""
@@ -118,7 +118,7 @@ class TrainArgs(OtherOptions):
     def made_with(self) -> dict[str, Any]:
         """Return what must be the same for another run to go on from this one's checkpoint.
 
-        The lesson, the number of ranks and how they divide the model are not among it.
+        The script, the number of ranks and how they divide the model are not among it.
         """
         config = self.gpt_config()
         sizes = {"layers": self.layers, "width": config.width}

@@ -51,7 +51,7 @@ def measure_all_reduce(pattern: str, device: torch.device | None = None) -> Link
         size //= 2
     large = seconds(size)
 
-    model = cost.model_of("all_reduce", pattern)
+    model = cost.formula_of("all_reduce", pattern)
     alphas = cost.seconds("all_reduce", model, 0, ranks, Link(1.0, 0.0))
     bytes_on_the_way = cost.seconds("all_reduce", model, size, ranks, Link(0.0, 1.0))
     return Link(tiny / alphas, max(large - tiny, 0.0) / bytes_on_the_way)

@@ -4,10 +4,10 @@
                                │ to host memory
       a rank's thread          └── writes its file ── waits for all ranks ── rank 0 writes the manifest
 
-    checkpoints = Checkpoints("runs/first", cluster, keep=3)        # all ranks make all calls, in one order
-    checkpoints.save(step, model.shards(optimizer), {"seed": 0})    # returns after the copy
-    checkpoints.wait()                                              # at the end; raises if a save has failed
-    checkpoints.load(step, model.shards(optimizer))                 # fills the model and the optimizer
+    checkpoints = Checkpoints("runs/first", cluster, keep=3)            # all ranks call these, in one order
+    checkpoints.save(step, model.state_shards(optimizer), {"seed": 0})  # returns after the copy
+    checkpoints.wait()                                                  # at the end; raises if a save failed
+    checkpoints.load(step, model.state_shards(optimizer))               # fills the model and the optimizer
 
 Shards (state_shards.py) say which elements of the full tensors a rank holds. Of the ranks that hold the same,
 one saves it. To load, a rank puts each full tensor together from saved shards, and takes its own elements.
@@ -172,7 +172,7 @@ class Checkpoints:
             raise WorkbookError(
                 f"{found.folder} is of another model: it has {left[0]}, and this run does not"
             )
-        on_all(f"load {found.folder}", lambda: fill(found, wanted))
+        on_all(f"load {found.folder}", lambda: fill_shards(found, wanted))
 
 
 def shared_out(names_of_ranks: list[list[str]]) -> dict[str, int]:
@@ -272,7 +272,7 @@ def _damaged(path: Path) -> WorkbookError:
     return WorkbookError(f"{path} is damaged; remove {path.parent} to resume from an earlier checkpoint")
 
 
-def fill(found: Found, wanted: Iterable[StateShard]) -> None:
+def fill_shards(found: Found, wanted: Iterable[StateShard]) -> None:
     """Fill the tensors of the shards from a checkpoint, in this process alone.
 
     Raise WorkbookError if a tensor is missing or has another shape, or if a file is not as it was saved.

@@ -1,7 +1,7 @@
 """Say in about ten rows and two sentences what a run has shown, and what to run next.
 
 The rows come from the report's figures (docs/report.md); a row appears only if the run has its figures. What
-only one lesson can say, it gives to `Run.finish` itself, as `rows` and `meaning`. The command that comes next
+only one script can say, it gives to `Run.finish` itself, as `rows` and `meaning`. The command that comes next
 is in the last column of the table in entrypoint.sh.
 """
 

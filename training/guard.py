@@ -208,7 +208,7 @@ def _refuse_calls(wrapper: Any) -> None:
     }
     if isinstance(wrapper, Optimizer):
         refused = {
-            "state_dict": "A rank has the optimizer's state of its own shards only: save `shards(model)`.",
+            "state_dict": "A rank has optimizer state of its own shards only: save `state_shards(model)`.",
             "add_param_group": "ZeRO has divided the parameters already: give it all of them at once.",
         }
 

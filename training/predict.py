@@ -5,7 +5,7 @@
       link                         |  0  |  1  |  |        2        |
                                                        └── wait ────┘
 
-Each lesson that all-reduces gradients is a special case. In naive data parallel all gradients are ready at
+Each script that all-reduces gradients is a special case. In naive data parallel all gradients are ready at
 the end of the backward; with overlap there is a message for each parameter, with buckets there are fewer.
 Compute, and the latency and speed of the link, are measured. The rest follows from the formula.
 """
@@ -75,7 +75,7 @@ def predicted_seconds(
     """
     if {entry.op for entry, sent in traffic.items() if sent.messages_sent} - {"all_reduce"}:
         return None
-    pattern = cost.model_of("all_reduce", cost.pattern_for("all_reduce", pattern, LARGE_BYTES))
+    pattern = cost.formula_of("all_reduce", cost.pattern_for("all_reduce", pattern, LARGE_BYTES))
 
     def wire(num_bytes: int) -> float:
         return cost.seconds("all_reduce", pattern, num_bytes, ranks, link)

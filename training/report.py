@@ -106,7 +106,7 @@ def print_report(
 ) -> None:
     """Print a run's report on rank 0: about ten rows and what they mean, or with `verbose` all figures.
 
-    `rows` and `meaning` are those that only this lesson can give: texts by their names, and a sentence.
+    `rows` and `meaning` are those that only this script can give: texts by their names, and a sentence.
     With `as_json` print the figures as one line of JSON on stdout, and the report on stderr.
     """
     if not cluster.is_main:

@@ -92,14 +92,14 @@ class Resuming:
     def _shards(self) -> list[StateShard]:
         """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""
         model, optimizer = self._model, self._optimizer
-        if hasattr(model, "shards"):
-            return model.shards(optimizer)
-        if hasattr(optimizer, "shards"):
-            return optimizer.shards(model)
+        if hasattr(model, "state_shards"):
+            return model.state_shards(optimizer)
+        if hasattr(optimizer, "state_shards"):
+            return optimizer.state_shards(model)
         return plain_shards(getattr(model, "module", model), optimizer)
 
     def _load(self, step: int) -> int:
-        """Load a checkpoint of any lesson, on any number of ranks, and return its number of steps."""
+        """Load a checkpoint of any script, on any number of ranks, and return its number of steps."""
         args = self._args
         found, here = self._checkpoints.find(step), self._extra["made_with"]
         made_with = found.extra["made_with"]

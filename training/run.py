@@ -1,10 +1,10 @@
-"""Run a training: what the scripts of all lessons share around their loops.
+"""Run a training: what all train scripts share around their loops.
 
 run = Run(cluster, args, "data_parallel_naive")
 model = NaiveDataParallel(run.model())
 optimizer = run.optimizer(model)
 for x, y in run.batches(model, optimizer):     # this rank's slice of each step's global batch
-    ...                                        # the lesson: this is timed, and what it sends is counted
+    ...                                        # the technique: this is timed, and what it sends is counted
     run.record(loss)                           # averaged over the ranks after the step
 run.finish(model, traffic=model.traffic())     # the report compares the formula with what was counted
 
@@ -17,7 +17,7 @@ together; a plain module needs none of them.
 
     full_state_dict()                 the state as one process has it, on every rank
     load_full_state_dict(state)       takes this rank's part of such a state
-    shards(optimizer)                 what this rank holds of each full tensor (training/state_shards.py)
+    state_shards(optimizer)           what this rank holds of each full tensor (training/state_shards.py)
     evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
                                       rank counts it (training/evaluation.py)
     observed()                        the modules whose forwards and backwards are recorded, if not itself
@@ -69,7 +69,7 @@ class Run:
     `stream` is the number of the random stream from which it draws dropout masks; None: i. Ranks get
     different initial weights, so that a missing broadcast shows, or the same ones with `same_weights`.
 
-    What a lesson adds to the options of all scripts, its Args declare (arguments.py). Set `not_measured` to a
+    What a script adds to the options of all scripts, its Args declare (arguments.py). Set `not_measured` to a
     reason where spans cannot tell what was computed while something was sent: the report then leaves these
     figures out. Set `link` to have its alpha and beta in the report instead of those of an all-reduce.
     """
@@ -118,7 +118,7 @@ class Run:
         self._record = StepRecord()
 
     def model(self) -> Any:
-        """Return a model with different weights on each rank; the lesson's wrapper has to make them equal."""
+        """Return a model with different weights on each rank; the script's wrapper has to make them equal."""
         device = self._cluster.device
         if self._args.model == "baby_cnn":
             return BabyCNN(seed=self._seed).to(device)
@@ -179,7 +179,7 @@ class Run:
     def record(self, loss: Tensor | None, traffic: Traffic | None = None) -> None:
         """Give this step's loss to the report: the loss on this rank, or None where other ranks have it.
 
-        `traffic` is what this rank should send in this step by the lesson's formula, where that differs from
+        `traffic` is what this rank should send in this step by the script's formula, where that differs from
         step to step; else give it to `finish`.
         """
         self._record.loss = loss  # detached after the step: it would let another thread run here
@@ -222,7 +222,7 @@ class Run:
         return done % self._args.sync_every == 0 or done == self._args.steps
 
     def _mean_loss(self, model: Any, loss: Any) -> Tensor | None:
-        """Return the mean over the ranks that have a loss; between two rounds of a lesson this rank's own."""
+        """Return the mean over the ranks that have a loss; in a round of local SGD its own."""
         if self._tick is not None:
             return None  # the metronome computes nothing
         done, is_alone = self.current_step - 1, not self._args.averages_losses
@@ -260,8 +260,8 @@ class Run:
     ) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
-        `traffic` is what this rank should send by the lesson's formula each time that the ranks communicate,
-        which is in every step, or in every `sync_every`-th and the last. `extras` are the lesson's own
+        `traffic` is what this rank should send by the script's formula each time that the ranks communicate,
+        which is in every step, or in every `sync_every`-th and the last. `extras` are the script's own
         figures; the short report has what `rows` and `meaning` say: texts by their names, and a sentence.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.

@@ -7,9 +7,10 @@
        18 19 20 21 22 23       21 22 23                          .  .  .        21 22 23
                               offset (0, 3)                    start 0         start 6
 
-A model that divides something among ranks has a method `shards(optimizer)`. It returns `trained_shards` each
-parameter and its optimizer's state, and `buffer_shards`. Names are those of the plain model on one process;
-a tied parameter is given once, by its first name. Ranks that hold the same elements all say so.
+A model that divides something among ranks has a method `state_shards(optimizer)`. It returns the shards of
+each parameter and its optimizer's state (`trained_shards`), and `buffer_shards`. Names are those of the plain
+model on one process; a tied parameter is given once, by its first name. Ranks that hold the same elements all
+say so.
 """
 
 import dataclasses

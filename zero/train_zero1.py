@@ -107,7 +107,7 @@ class ShardOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self.parameter_shards = [shard for bucket in self.buckets for shard in bucket.shards]
 
-    def shards(self, model: nn.Module) -> list[StateShard]:
+    def state_shards(self, model: nn.Module) -> list[StateShard]:
         """Return, for a checkpoint, the model as every rank has it, and this rank's shards of the state."""
         return checkpointed(model, self.parameter_shards, self)
 

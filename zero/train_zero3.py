@@ -124,7 +124,7 @@ class Unit:
             self._gathered_version = self.shard._version
             self.full.untyped_storage().resize_(self.full.nbytes)
             mine = self.full[self.layout.mine].copy_(self.shard)
-            self._gathering = all_gather(self.full, mine, self.group, async_op=True, unit=self.number)
+            self._gathering = all_gather(self.full, mine, self.group, async_op=True, tensor_id=self.number)
 
     def gather(self) -> None:
         """Wait until all of `full` is there, and make the module's parameters views of it."""
@@ -239,7 +239,7 @@ class ShardedModule(nn.Module):
             for unit in self.units:
                 unit.free()
 
-    def shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
+    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
         """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
         names, found = self.names(), [*buffer_shards(self.module)]
         for shard in self.parameter_shards:

@@ -27,7 +27,7 @@ OPS = (
     *("barrier", "broadcast", "scatter", "gather", "reduce"),
     *("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
 )
-PATTERNS = (
+PATTERN_NAMES = (
     *("flat", "tree", "ring", "pipelined_ring", "recursive_doubling", "halving_doubling"),
     *("pairwise", "bruck", "hierarchical"),
 )
@@ -37,14 +37,14 @@ SHARDED = ("scatter", "gather", "all_gather", "reduce_scatter")
 UNEVEN = -1  # as the shard of an all-to-all: the parts of this rank have different sizes
 _ROW = struct.Struct("=8q")
 _OP_NUMBERS, _PATTERN_NUMBERS, _DTYPE_NUMBERS, _REDUCTION_NUMBERS = (
-    {name: number for number, name in enumerate(names)} for names in (OPS, PATTERNS, DTYPES, REDUCTIONS)
+    {name: number for number, name in enumerate(names)} for names in (OPS, PATTERN_NAMES, DTYPES, REDUCTIONS)
 )
 ROW_BYTES = _ROW.size
 
 
 class Header(NamedTuple):
     """The description of one rank's call. `shard` and `full` count elements, 0 if a rank passes none.
-    The `root` of an all-gather is the number of a unit, or -1.
+    The `root` of an all-gather is its `tensor_id`, or -1.
 
     The `shard` of an all-to-all is one part. It is UNEVEN if the parts have different sizes. `ready` is not
     compared. It is the time, in nanoseconds, from which a simulated slow link could carry the payload.
@@ -67,12 +67,12 @@ class Header(NamedTuple):
     @staticmethod
     def of(numbers: Sequence[int]) -> "Header":
         op, pattern, dtype, reduction, *others = numbers
-        return Header(OPS[op], PATTERNS[pattern], DTYPES[dtype], REDUCTIONS[reduction], *others)
+        return Header(OPS[op], PATTERN_NAMES[pattern], DTYPES[dtype], REDUCTIONS[reduction], *others)
 
     def __str__(self) -> str:
         how = f"{self.op}({self.pattern}"
         how += f", {self.reduction}" if self.reduction != "none" else ""
-        what = "unit" if self.op == "all_gather" else "root"
+        what = "tensor" if self.op == "all_gather" else "root"
         how += f", {what} {self.root}" if self.root >= 0 else ""
         return f"{how}) of {self.full or self.shard} elements of {str(self.dtype).removeprefix('torch.')}"
 
@@ -184,7 +184,7 @@ def _cure(headers: list[Header]) -> str:
     if len({header.dtype for header in headers}) > 1:
         return "Every rank must pass tensors of the same dtype."
     if headers[0].op == "all_gather" and len({header.root for header in headers}) > 1:
-        return "Every rank must gather the same units (layers) in the same order."
+        return "Every rank must gather the same tensors (layers) in the same order."
     return "Every rank must pass tensors of the same size, and the same pattern, reduction and root."
 
 

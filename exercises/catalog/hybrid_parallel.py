@@ -70,7 +70,7 @@ EXERCISES = (
             "self.stages: OneStage | PipelineStages\n    "
             "The stages of this rank, one of which may share an embedding with another rank.",
             "self.data: nn.Module\n    The replicas, which differ along the data and context axes.",
-            "self.layers: PlainModel | TensorParallel\n    The ranks of the tensor axis.",
+            "self.layers: ModelOnRank\n    The ranks of the tensor axis.",
             "each.finish_gradient_sync()\n    "
             "Complete the gradients in this axis; where it has one rank, do nothing.",
         ),

@@ -249,8 +249,8 @@ EXERCISES = (
         },
         helps=(
             "self.plain: nn.Module, self.group: Group, self.sequence_parallel: bool",
-            "self.module: nn.Module\n    "
-            "What is wrapped. If it has a finish_gradient_sync() of another axis, call that, too.",
+            "self.inner: ModelOnRank\n    "
+            "What is wrapped. It completes the gradients of the other axes: inner.finish_gradient_sync().",
             "self.dims: dict[str, tuple[int, int]]\n    "
             "By their names in the plain model, the parameters that the ranks divide.",
             "self.held: dict[nn.Parameter, Tensor] | None\n    "

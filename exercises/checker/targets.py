@@ -101,7 +101,7 @@ def idle_and_held(schedule: str) -> Outcome:
     stages = ranks * stages_per_rank(schedule, chunks)
     each = ranks / stages
     run = simulate(table_of(schedule, ranks, count, chunks), Costs.equal(stages, each, each, each))
-    held = max(theory.held(schedule, ranks, count, chunks, rank) for rank in range(ranks))
+    held = max(theory.most_held(schedule, ranks, count, chunks, rank) for rank in range(ranks))
     bubble = theory.bubble(schedule, ranks, count, chunks, 1, 1, 1) or 0.0
     text = f"With {ranks} ranks and {count} microbatches, ranks are idle for {run.bubble:.1%} of a step"
     if stages > ranks:

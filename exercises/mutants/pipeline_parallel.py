@@ -9,7 +9,7 @@ BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
 mutant(
     "pipeline_activations_kept",
     "1F1B needs as much memory as GPipe: activations are kept after the backward that has used them.",
-    target="pipeline_parallel.pipeline.Pipeline.backward_of",
+    target="pipeline_parallel.pipeline.Pipeline.run_backward",
     changes={
         "self.kept.pop((microbatch, stage))": "self.kept[microbatch, stage]",
         "[dy])": "[dy], retain_graph=True)",
@@ -121,7 +121,7 @@ mutant(
 mutant(
     "pipeline_full_backward_forgets_weights",
     "With some backwards split and others not, the stages with full backwards do not learn.",
-    target="pipeline_parallel.pipeline.Pipeline.forward_of",
+    target="pipeline_parallel.pipeline.Pipeline.run_forward",
     changes={"if place in self.split else None": "if self.split else None"},
     killer=TRAINING + "test_full_backwards_may_stand_beside_split_ones",
 )
@@ -129,7 +129,7 @@ mutant(
 mutant(
     "pipeline_last_microbatchs_activations",
     "With several microbatches gradients are wrong: each backward uses the last forward's activations.",
-    target="pipeline_parallel.pipeline.Pipeline.backward_of",
+    target="pipeline_parallel.pipeline.Pipeline.run_backward",
     changes={"self.kept.pop((microbatch, stage))": "self.kept.popitem()[1]"},
     killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
 )
@@ -137,7 +137,7 @@ mutant(
 mutant(
     "pipeline_loss_not_divided",
     "With many microbatches training diverges: gradients are too large by the number of microbatches.",
-    target="pipeline_parallel.pipeline.Pipeline.forward_of",
+    target="pipeline_parallel.pipeline.Pipeline.run_forward",
     changes={"if target is not None:\n    y = y * self.shares[microbatch]": ""},
     killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="where a mean is due",
@@ -236,7 +236,7 @@ mutant(
 mutant(
     "pipeline_zeroed_between_microbatches",
     "Only the last microbatch trains the model: each backward clears the gradients of the earlier ones.",
-    target="pipeline_parallel.pipeline.Pipeline.backward_of",
+    target="pipeline_parallel.pipeline.Pipeline.run_backward",
     changes={"if edge is not None:": "self.stages[str(stage)].zero_grad()\nif edge is not None:"},
     killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="cleared",

@@ -105,7 +105,7 @@ mutant(
 mutant(
     "tensor_norm_counts_replicas",
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
-    target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
+    target="training.model_on_rank.ModelOnRank.clip_grad_norm_",
     changes={", uncounted=uncounted": ""},
     killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",
 )
@@ -113,10 +113,10 @@ mutant(
 mutant(
     "tensor_norm_of_one_rank",
     "Replicated parameters drift apart: each rank clips by the norm of its own shards.",
-    target="tensor_parallel.parallelize.TensorParallel.clip_grad_norm_",
+    target="training.model_on_rank.ModelOnRank.clip_grad_norm_",
     changes={
-        "clip_grad_norm_(self.plain.parameters(), max_norm, self.norm_groups, uncounted=uncounted)": (
-            "nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)"
+        "clipping.clip_grad_norm_(parameters, max_norm, self.norm_groups, uncounted=uncounted)": (
+            "nn.utils.clip_grad_norm_(parameters, max_norm)"
         ),
     },
     killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",

@@ -129,7 +129,7 @@ mutant(
     "zero3_gathers_another_ranks_block",
     "A rank computes with the weights of two blocks: ranks run different blocks, and their gathers pair up.",
     target="zero.train_zero3.Unit.start_gather",
-    changes={", unit=self.number": ""},
+    changes={", tensor_id=self.number": ""},
     killer=BLOCKS + "test_ranks_that_run_different_blocks_are_refused_on_all_ranks",
     fails_with="DID NOT RAISE",
 )

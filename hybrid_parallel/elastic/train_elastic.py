@@ -69,7 +69,8 @@ class ElasticReplica:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sum_of_losses: LossOfSum) -> None:
-        self.model, self.optimizer, self.sum_of_losses = model, optimizer, sum_of_losses
+        self.model, self.optimizer = model, optimizer
+        self.sum_of_losses = sum_of_losses
         self.steps = 0
 
     def step(self, x: Tensor, y: Tensor, rank: int, ranks: int) -> Tensor:

@@ -75,7 +75,8 @@ def sizes_for(ranks: int, args: HybridArgs, before: ParallelSizes) -> ParallelSi
     Of the meshes that refuse_sizes accepts, this takes one whose ranks hold no more of the model than before,
     if there is one, and then the one that is most like the mesh before.
     """
-    model, fitting, refusal = model_of(args), [], None
+    model = model_of(args)
+    fitting, refusal = [], None
     contexts = range(1, before.context + 1)
     for tensor, pipeline, context in itertools.product(range(1, ranks + 1), range(1, ranks + 1), contexts):
         data, rest = divmod(ranks, tensor * pipeline * context)

@@ -50,11 +50,11 @@ def predict_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, autocast
 
 def rank_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, rank: int, autocast: bool) -> Memory:
     """Return what the ranks at place `rank` of the pipeline hold at their peak."""
-    numbers, tokens = parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch)
+    numbers, tokens = num_parameters_of(shape, sizes, rank), tokens_of(shape, sizes, batch)
     of_each, c = STATE["float32" if autocast else sizes.precision], ITEMSIZE[sizes.precision]
     state = formula(sizes.zero, Held(*(numbers * each for each in of_each)), sizes.replicas)
     stream = tokens * on_a_rank((0.0, shape.width * c), sizes)
-    layers = layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
+    layers = num_layers_of(shape, sizes, rank) / (sizes.num_stages // sizes.pipeline)  # of a stage
     kept = layers * tokens * layer_activations(shape, sizes)
     temporary = 0.0
     if sizes.recompute:  # only inputs are kept: of each layer, or in a pipeline of each stage
@@ -66,7 +66,7 @@ def rank_memory(shape: ModelShape, sizes: ParallelSizes, batch: int, rank: int, 
     if sizes.zero == 3:
         layer = shape.dense_parameters + shape.expert_parameters
         temporary += layer / sizes.tensor * (2 * of_each[0] + of_each[1])
-    held = theory.held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
+    held = theory.most_held(sizes.schedule, sizes.pipeline, sizes.microbatches, sizes.chunks, rank)
     buffers = RUNTIME_BYTES + MESSAGES * stream * (sizes.pipeline > 1)
     return Memory(**vars(state), activations=held * kept, temporary_tensors=temporary, buffers=buffers)
 
@@ -98,7 +98,7 @@ def layers_by_stage(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(least + (order.index(stage) < longer) for stage in range(num_stages))
 
 
-def layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int:
+def num_layers_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> int:
     """Return the number of layers of a pipeline rank, in all its stages together."""
     by_stage = layers_by_stage(shape.num_layers, sizes.num_stages)
     if sizes.schedule in V_SHAPED:  # a rank has a stage on the way down, and the one opposite on the way up
@@ -117,14 +117,14 @@ def has_head(sizes: ParallelSizes, rank: int) -> bool:
     return rank == (0 if sizes.schedule in V_SHAPED else sizes.pipeline - 1)
 
 
-def parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
+def num_parameters_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank: its layers, divided by the tensor axis, and its experts."""
-    numbers = layers_of(shape, sizes, rank) * shape.dense_parameters
+    numbers = num_layers_of(shape, sizes, rank) * shape.dense_parameters
     ends = (rank == 0) + (has_head(sizes, rank) and not (rank == 0 and shape.tied))  # embedding, head
     numbers += ends * shape.head_parameters
-    return numbers / sizes.tensor + experts_of(shape, sizes, rank)
+    return numbers / sizes.tensor + num_experts_of(shape, sizes, rank)
 
 
-def experts_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
+def num_experts_of(shape: ModelShape, sizes: ParallelSizes, rank: int) -> float:
     """Return the number of parameters of a rank's experts, of which expert ranks have equal shares."""
-    return layers_of(shape, sizes, rank) * shape.expert_parameters / sizes.tensor / sizes.expert_ranks
+    return num_layers_of(shape, sizes, rank) * shape.expert_parameters / sizes.tensor / sizes.expert_ranks

@@ -17,7 +17,7 @@ from comm.cost import Link
 from context_parallel.makespan import ring_passes
 from hybrid_parallel.planner import memory
 from hybrid_parallel.planner.machine import Machine
-from hybrid_parallel.planner.memory import ITEMSIZE, STATE, has_head, layers_of, on_a_rank
+from hybrid_parallel.planner.memory import ITEMSIZE, STATE, has_head, num_layers_of, on_a_rank
 from hybrid_parallel.planner.shapes import ModelShape, active_weights, flops_per_token
 from hybrid_parallel.sizes import ParallelSizes
 from pipeline_parallel.analysis import theory
@@ -69,16 +69,17 @@ class TimeModel:
 
     def predict(self, sizes: ParallelSizes) -> Seconds:
         """Return the predicted seconds of a step of a plan."""
-        m, passes, head, share = sizes.microbatches, self.layer(sizes), self._head(sizes), self.machine.share
+        m, share = sizes.microbatches, self.machine.share
+        passes, head = self.layer(sizes), self._head(sizes)
         waiting = {cause: sum(each[cause] for each in passes) for cause in passes[0]}
         computing = waiting.pop("compute")
 
         def compute_of(rank: int) -> float:
             """Return the seconds of computing of a rank of the pipeline that has a core or a device."""
-            return m * (layers_of(self.shape, sizes, rank) * computing + 3 * head * has_head(sizes, rank))
+            return m * (num_layers_of(self.shape, sizes, rank) * computing + 3 * head * has_head(sizes, rank))
 
         slowest = max(memory.fullest_ranks(sizes), key=compute_of)
-        compute, layers = compute_of(slowest), layers_of(self.shape, sizes, slowest)
+        compute, layers = compute_of(slowest), num_layers_of(self.shape, sizes, slowest)
         idle = {axis: m * layers * seconds for axis, seconds in waiting.items()}
         idle |= {"bubble": self._bubble(sizes, passes, head), "messages": self._messages(sizes)}
         if sizes.pipeline == 1:
@@ -92,7 +93,7 @@ class TimeModel:
             idle = {cause: seconds * left for cause, seconds in idle.items()}
         hiding = [layers * (sum(each.values()) + each["compute"] * (1 / share - 1)) for each in passes]
         data = self._data(sizes, slowest, hiding[0], hiding[1] + hiding[2])
-        owned = memory.parameters_of(self.shape, sizes, slowest) / (sizes.replicas if sizes.zero else 1)
+        owned = memory.num_parameters_of(self.shape, sizes, slowest) / (sizes.replicas if sizes.zero else 1)
         optimizer = owned * ADAM_BYTES / self.machine.bandwidth / share
         parts = {"compute": compute, **idle, "data": data, "optimizer": optimizer}
         overhead = self.machine.overhead
@@ -198,7 +199,7 @@ class TimeModel:
         link = self.machine.link(2, sizes.replicas * t)
         once = 2 * (sizes.num_stages - 1) * (link.alpha + self._stream(sizes) / t * link.beta)
         waits = sizes.schedule in ("naive", "1f1b")
-        return once * m / theory.held(sizes.schedule, p, m, sizes.chunks, 0) if waits else once
+        return once * m / theory.most_held(sizes.schedule, p, m, sizes.chunks, 0) if waits else once
 
     def _data(self, sizes: ParallelSizes, rank: int, forward: float, backward: float) -> float:
         """Return the seconds of the data axis's collectives that no computation hides.
@@ -207,9 +208,9 @@ class TimeModel:
         pipeline one microbatch hides them, layer by layer, and what ZeRO 3 gathers, but for one layer's.
         """
         n, e, m, machine = sizes.replicas, sizes.expert_ranks, sizes.microbatches, self.machine
-        own, layers = memory.experts_of(self.shape, sizes, rank), layers_of(self.shape, sizes, rank)
+        own, layers = memory.num_experts_of(self.shape, sizes, rank), num_layers_of(self.shape, sizes, rank)
         # The numbers that are reduced together, the ranks that do so, and how far these are apart.
-        dense = memory.parameters_of(self.shape, sizes, rank) - own
+        dense = memory.num_parameters_of(self.shape, sizes, rank) - own
         parts = [(dense, n, sizes.tensor), (own, n // e, e * sizes.tensor)]
         of_parameter, of_gradient, _ = STATE["float32" if machine.autocast else sizes.precision]
         copying = Link(0.0, COPIED_BYTES / machine.bandwidth / machine.share * (machine.cores is not None))

@@ -19,11 +19,11 @@ from lab.launch.errors import UsageError
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "What is trained": ("steps", "epochs", "batch_size", "size"),
-    "This lesson": (),
+    "This script": (),
     "How ranks communicate": ("pattern", "link"),
     "How to look": ("metronome", "trace", "verbose", "json"),
 }
-"""The options by heading. Those that no heading names are the lesson's."""
+"""The options by heading. Those that no heading names are the script's own."""
 
 RARE = {
     *("lr", "seed", "transport", "ignore_first", "eval_every", "allow_nonfinite", "optimizer", "clip"),
@@ -97,7 +97,7 @@ def help_of(arguments: type, prog: str, every: bool = False) -> str:
     usage = [f"usage: {prog} [OPTIONS]", f"   or: make run RUN_MODE={mode} ARGS='[OPTIONS]'"]
     lines = [*usage, "", *textwrap.wrap(arguments.__doc__ or "", WIDTH)]
     by_name = {option.dest.replace("-", "_"): option for option in _parser(arguments, prog)._actions[1:]}
-    for heading, names in groups_of(arguments, list(by_name), every).items():
+    for heading, names in option_groups(arguments, list(by_name), every).items():
         lines += ["", heading]
         for name in names:
             lines += _lines_of(by_name[name])
@@ -106,7 +106,7 @@ def help_of(arguments: type, prog: str, every: bool = False) -> str:
     return "\n".join([*lines, ""])
 
 
-def groups_of(arguments: type, names: Sequence[str], every: bool) -> dict[str, list[str]]:
+def option_groups(arguments: type, names: Sequence[str], every: bool) -> dict[str, list[str]]:
     """Return a script's options `names` by heading: all, or those in sight."""
     everywhere = {name for group in GROUPS.values() for name in group}
     own = [name for name in names if name not in everywhere | RARE]

@@ -29,7 +29,8 @@ from pipeline_parallel.schedules import SCHEDULES, table_of
 
 def name_of(table: Table) -> str | None:
     """Return the name of the schedule that makes this table; None if there is none."""
-    ranks, microbatches, chunks = len(table), num_microbatches(table), len(placement(table)) // len(table)
+    ranks, microbatches = len(table), num_microbatches(table)
+    chunks = len(placement(table)) // ranks
     return next((name for name in SCHEDULES if table_of(name, ranks, microbatches, chunks) == table), None)
 
 
@@ -52,7 +53,8 @@ def main(folder: tyro.conf.Positional[Path]) -> None:
         raise SystemExit(f"{traces[-1]} has no actions of a pipeline.")
     step = steps[(len(steps) - 1) // 2]
     run = Simulation.measured(step)
-    name, ranks, stages = name_of(run.table), len(run.table), len(placement(run.table))
+    name = name_of(run.table)
+    ranks, stages = len(run.table), len(placement(run.table))
     costs = Costs.measured([event for each in steps for event in each], stages)
     simulation = simulate(run.table, costs)
     of_rank = [sum(each) / ranks for each in (costs.forward, costs.input_gradient, costs.weight_gradient)]

@@ -83,7 +83,7 @@ def idle(
     }[schedule]
 
 
-def held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+def most_held(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
     """Return the most microbatches that the rank holds at a time, counted in each of its stages."""
     p, m, v = ranks, microbatches, chunks
     first_round = -(-m // max(1, m // p))

@@ -1,6 +1,6 @@
 // The formulas of the lessons: memory of ZeRO (zero/memory.py), schedules (pipeline_parallel/analysis/theory.py),
-// collectives (comm/cost.py), activations (tensor_parallel/expected_traffic.py), and what tensor, context and expert ranks
-// send (hybrid_parallel/planner/step_time.py, context_parallel/cost.py). Tests compare each function with its lesson's.
+// collectives (comm/cost.py), activations (tensor_parallel/traffic.py), and what tensor, context and expert ranks
+// send (hybrid_parallel/planner/step_time.py, context_parallel/traffic.py). Tests compare each function with its lesson's.
 
 /** The parameters of lab/models/model.py's GPT, with one matrix for embedding and head. */
 const parametersOf = ({ layers, width, vocabulary, context }) =>

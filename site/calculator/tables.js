@@ -69,7 +69,7 @@ function drawMemory(result) {
     ["gradients", `G${shard(2)}, with G = ${each} bytes × ${divided}`, zero, bytes(full.gradients), bytes(chosen.gradients)],
     ["optimizer state", `O${shard(1)}, with O = ${copy + 4 * numbers} bytes × ${divided}`,
       zero, bytes(full.optimizer), bytes(chosen.optimizer)],
-    ["activations", activationWords(result), "{{lesson tensor_parallel/expected_traffic.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
+    ["activations", activationWords(result), "{{lesson tensor_parallel/traffic.py}}, {{lesson pipeline_parallel/analysis/theory.py}}",
       activations === null ? "" : bytes(activations),
       activations === null ? "" : bytes(activations)],
   ];
@@ -146,11 +146,11 @@ function otherRows({ tensor, exchange, context, layer }, cost) {
   const unknown = "describe the model by its layers to see it";
   const rows = [
     [set.tensorRanks, "tensor parallel, waiting", `m layers/p × ${set.experts > 1 ? "(1 + k) 2" : "4"} all-reduces on t ranks of ${a}${times}`,
-      `{{lesson tensor_parallel/expected_traffic.py}}, ${cost}`, tensor],
+      `{{lesson tensor_parallel/traffic.py}}, ${cost}`, tensor],
     [set.expertRanks, "experts, waiting", `m layers/p × 4 all-to-alls on e ranks of k times ${a}${times}`,
       `{{lesson expert_parallel/train_moe.py}}, ${cost}`, exchange],
     [set.contextRanks, "context parallel communication", `m layers/p × 3 (c-1) messages of the keys and values of ${a}${times}`,
-      "{{lesson context_parallel/cost.py}}", context],
+      "{{lesson context_parallel/traffic.py}}", context],
   ];
   return rows.filter(([ranks]) => ranks > 1).map(([, name, words, lesson, value]) =>
     [name, layer === null ? unknown : words, lesson, layer === null ? "" : seconds(value)]);

@@ -1,4 +1,4 @@
-// What a rank sends for a layer, forward and backward: context_parallel/cost.py. All-to-alls and the
+// What a rank sends for a layer, forward and backward: context_parallel/traffic.py. All-to-alls and the
 // collectives of sequence parallelism also exchange headers, which have no bytes here but their latency in seconds.
 
 /** The bytes that a rank sends in ring attention; `head` is the numbers of one position and one head. */

@@ -40,7 +40,7 @@ def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pa
         use_transport(transport)
         link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
         all_reduce(x, pattern=pattern)
-        expected = cost.seconds("all_reduce", cost.model_of("all_reduce", pattern), MIB, 3, link)
+        expected = cost.seconds("all_reduce", cost.formula_of("all_reduce", pattern), MIB, 3, link)
         with slow_link.slowed(link):
             for async_op in (False, True):
                 barrier(pattern="torch")

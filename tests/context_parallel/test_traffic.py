@@ -7,10 +7,10 @@ import torch
 
 from comm.cost import Link
 from context_parallel.clock import clock
-from context_parallel.cost import all_to_all_layer, ring_layer
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS, AttentionPart, SequenceCut
+from context_parallel.traffic import all_to_all_layer, ring_layer
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
 from lab.ranks import run_ranks

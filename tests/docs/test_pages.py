@@ -62,7 +62,7 @@ def test_a_page_lists_the_lessons_of_entrypoint_in_its_words():
 
 def test_the_page_of_ways_to_run_says_which_names_compare_and_diff_accept():
     page = (ROOT / "docs" / "running.md").read_text()
-    section = page.partition("\n## Several lessons")[2].partition("\n## ")[0]
+    section = page.partition("\n## Several scripts")[2].partition("\n## ")[0]
     assert {*SHORT, *NO_TIMELINE} <= set(re.findall(r"`(\w+)`", section))
 
 

@@ -104,7 +104,7 @@ def end_of(cluster: Cluster, args: ElasticMeshArgs) -> dict[str, Tensor]:
     _, hybrid = begin(cluster, dataclasses.replace(args, checkpoint=None), "hybrid_elastic_mesh")
     assert complete_steps(Path(str(args.checkpoint)))[-1] == args.steps
     checkpoints = Checkpoints(str(args.checkpoint), cluster)
-    shards = hybrid.shards(hybrid.optimizer)
+    shards = hybrid.state_shards(hybrid.optimizer)
     checkpoints.load(args.steps, shards)
     tensors, _ = tensors_and_numbers(shards)
     return {shard.name: shard.tensor.detach().clone() for shard in tensors}

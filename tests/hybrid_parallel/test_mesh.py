@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from comm.collectives import all_reduce
 from comm.errors import CommError, LostRank
 from expert_parallel.config import form_groups
-from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn, groups_of, replicas_of, stream_of
+from hybrid_parallel.mesh import AXES, Mesh, coordinates_of, drawn_mesh, groups_of, replicas_of, stream_of
 from hybrid_parallel.sizes import ParallelSizes, refuse_sizes
 from hybrid_parallel.train_hybrid import put_on_mesh
 from lab.cluster import Cluster
@@ -122,7 +122,7 @@ def test_replicas_and_stages_draw_masks_of_their_own():
 
 
 def test_the_picture_has_every_rank_at_its_coordinates():
-    assert drawn(ParallelSizes(pipeline=2, data=2, tensor=2)).splitlines() == [
+    assert drawn_mesh(ParallelSizes(pipeline=2, data=2, tensor=2)).splitlines() == [
         "8 ranks = 2 (pipeline) x 2 (data) x 2 (tensor)",
         "",
         "         stage 0                  stage 1",
@@ -130,7 +130,7 @@ def test_the_picture_has_every_rank_at_its_coordinates():
         "data 0   rank 0     rank 1        rank 4     rank 5",
         "data 1   rank 2     rank 3        rank 6     rank 7",
     ]
-    assert drawn(ParallelSizes(pipeline=2, data=2, context=2)).splitlines()[2:] == [
+    assert drawn_mesh(ParallelSizes(pipeline=2, data=2, context=2)).splitlines()[2:] == [
         "                    stage 0       stage 1",
         "                    tensor 0      tensor 0",
         "data 0, context 0   rank 0        rank 4",

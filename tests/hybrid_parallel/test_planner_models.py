@@ -12,10 +12,10 @@ from context_parallel.sequence_cut import SequenceCut
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.planner.machine import Machine, this_machine
 from hybrid_parallel.planner.memory import (
-    experts_of,
     fullest_ranks,
     layer_activations,
-    parameters_of,
+    num_experts_of,
+    num_parameters_of,
     predict_memory,
     rank_memory,
 )
@@ -37,7 +37,7 @@ from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes, saved_activations
 from pipeline_parallel.analysis.simulate import Costs, simulate
 from pipeline_parallel.schedules import SCHEDULES, table_of
-from tensor_parallel.expected_traffic import activations_formula
+from tensor_parallel.traffic import activations_formula
 from zero.memory import Held, formula
 
 GPT = ModelShape(256, 32, 8, 8, None, 64, dropout=0.1, fused_attention=False)
@@ -89,7 +89,7 @@ def test_predicted_activations_are_within_5_percent_of_what_a_forward_holds_at_i
 @pytest.mark.parametrize("zero", range(4))
 def test_the_state_of_a_rank_is_the_papers_table(zero: int):
     held = predict_memory(GPT, ParallelSizes(data=4, zero=zero, precision="bf16"), 4)
-    numbers = parameters_of(GPT, ParallelSizes(), 0)
+    numbers = num_parameters_of(GPT, ParallelSizes(), 0)
     expected = formula(zero, Held(2 * numbers, 2 * numbers, 12 * numbers), 4)
     assert (held.parameters, held.gradients, held.optimizer_state) == astuple(expected)
 
@@ -124,10 +124,10 @@ def test_expert_ranks_divide_experts_and_nothing_else():
     # Attention has 4 * 8 * 8 weights, an expert 2 * 8 * 32, and the embedding 16 * 8.
     dense, expert = 256 + 128, 512
     for e in (1, 2, 4):
-        assert parameters_of(EXPERTS, ParallelSizes(data=4, expert_ranks=e), 0) == dense + 4 * expert / e
+        assert num_parameters_of(EXPERTS, ParallelSizes(data=4, expert_ranks=e), 0) == dense + 4 * expert / e
     both = ParallelSizes(data=2, tensor=2, expert_ranks=2)
-    assert parameters_of(EXPERTS, both, 0) == dense / 2 + 4 / 2 * expert / 2
-    assert experts_of(replace(EXPERTS, experts=1, active_experts=1), ParallelSizes(data=2), 0) == 0
+    assert num_parameters_of(EXPERTS, both, 0) == dense / 2 + 4 / 2 * expert / 2
+    assert num_experts_of(replace(EXPERTS, experts=1, active_experts=1), ParallelSizes(data=2), 0) == 0
 
 
 WAYS = [
@@ -234,7 +234,7 @@ def test_the_tensor_axis_costs_four_all_reduces_in_each_layer():
 def test_a_pipeline_hides_nothing_of_the_data_axis(zero: int):
     machine = replace(FREE, inner=Link(0.0, 1.0), outer=Link(0.0, 1.0))
     sizes = ParallelSizes(pipeline=2, data=4, zero=zero)
-    size = max(parameters_of(SHAPE, sizes, rank) for rank in (0, 1)) * 4
+    size = max(num_parameters_of(SHAPE, sizes, rank) for rank in (0, 1)) * 4
     once = cost.seconds("all_gather", "ring", size, 4, machine.inner)
     # An all-reduce is a scatter and a gather; ZeRO 3 gathers in the forward and again in the backward.
     assert predict(sizes, machine).data == pytest.approx((3 if zero == 3 else 2) * once)
@@ -243,7 +243,7 @@ def test_a_pipeline_hides_nothing_of_the_data_axis(zero: int):
 def test_without_a_pipeline_the_backward_hides_all_but_one_layer():
     sizes, fast = ParallelSizes(data=4), Link(0.0, 1e-3)
     exposed = predict(sizes, replace(FREE, inner=fast)).data
-    every = cost.seconds("all_reduce", "ring", parameters_of(SHAPE, sizes, 0) * 4, 4, fast)
+    every = cost.seconds("all_reduce", "ring", num_parameters_of(SHAPE, sizes, 0) * 4, 4, fast)
     assert exposed == pytest.approx(every / 12)
 
 

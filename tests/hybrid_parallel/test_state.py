@@ -26,7 +26,7 @@ from tests.hybrid_parallel.equivalence import batch, gpt
 from tests.hybrid_parallel.test_run import summaries
 from tests.run_modes import ROOT
 from tests.training.checkpoint_toys import refusal
-from training.checkpoint import Checkpoints, fill, read_manifest
+from training.checkpoint import Checkpoints, fill_shards, read_manifest
 from training.state_shards import StateShard
 
 MOE = MoEConfig(4, 2)
@@ -42,13 +42,13 @@ def a_hybrid(cluster: Cluster, sizes: Sizes, moe: MoEConfig | None, seed: int = 
 
 def save(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
     checkpoints = Checkpoints(folder, cluster)
-    checkpoints.save(STEPS, hybrid.shards(hybrid.optimizer))
+    checkpoints.save(STEPS, hybrid.state_shards(hybrid.optimizer))
     checkpoints.wait()
 
 
 def load(cluster: Cluster, folder: Path, hybrid: HybridParallel) -> None:
     checkpoints = Checkpoints(folder, cluster)
-    checkpoints.load(STEPS, hybrid.shards(hybrid.optimizer))
+    checkpoints.load(STEPS, hybrid.state_shards(hybrid.optimizer))
     if hybrid.sizes.zero in (1, 2):
         hybrid.data.gather_parameters()
 
@@ -60,7 +60,7 @@ def saved_in(folder: Path) -> dict[str, Tensor]:
         name: torch.empty(places[0].shape, dtype=getattr(torch, places[0].dtype))
         for name, places in found.tensors.items()
     }
-    fill(found, [StateShard(name, tensor) for name, tensor in full.items()])
+    fill_shards(found, [StateShard(name, tensor) for name, tensor in full.items()])
     return full
 
 

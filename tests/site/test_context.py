@@ -10,15 +10,15 @@ import pytest
 from comm.collectives import use_pattern
 from comm.cost import Link
 from context_parallel.clock import seconds_per_pair
-from context_parallel.cost import all_to_all_layer, ring_layer
 from context_parallel.makespan import balanced_pairs, ring_seconds, step_pairs
 from context_parallel.parallel_model import SharedSequence
 from context_parallel.sequence_cut import CUTS, SequenceCut
+from context_parallel.traffic import all_to_all_layer, ring_layer
 from lab.cluster import Cluster
 from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
-from tensor_parallel.expected_traffic import ExpectedTraffic
 from tensor_parallel.parallelize import parallelize
+from tensor_parallel.traffic import ExpectedTraffic
 from tests.browser import Browser
 
 LENGTHS = (1, 3, 12, 17, 64, 1001)

@@ -28,7 +28,7 @@ from tests.training.checkpoint_toys import (
     shards_of_rank,
 )
 from training import checkpoint
-from training.checkpoint import Checkpoints, claim, complete_steps, fill, read_manifest
+from training.checkpoint import Checkpoints, claim, complete_steps, fill_shards, read_manifest
 from training.state_shards import StateShard, buffer_shards, plain_shards, trained_shards
 from zero.train_zero1 import ZeroOptimizer
 
@@ -76,7 +76,9 @@ def test_what_only_some_ranks_hold_is_saved_by_one_of_them():
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(work, 4, Path(folder))
         names = ["router", "norm", *(f"expert.{i}" for i in range(4))]
-        fill(read_manifest(Path(folder), 1), [StateShard(f"model/{name}", torch.zeros(3)) for name in names])
+        fill_shards(
+            read_manifest(Path(folder), 1), [StateShard(f"model/{name}", torch.zeros(3)) for name in names]
+        )
 
 
 def test_the_state_of_an_optimizer_lies_where_its_parameter_does():
@@ -193,7 +195,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_named_with_its_file(tmp_pat
     folder = tmp_path / "step-2"
 
     def look() -> None:
-        fill(read_manifest(tmp_path, 2), shards_of_rank(0, 1, 0))
+        fill_shards(read_manifest(tmp_path, 2), shards_of_rank(0, 1, 0))
 
     look()
     for path in sorted(folder.iterdir()):

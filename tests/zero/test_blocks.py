@@ -205,7 +205,7 @@ def test_ranks_that_run_different_blocks_are_refused_on_all_ranks():
         return str(refusal.value)
 
     [sentence] = set(run_ranks(work, 2))
-    assert "gather the same units" in sentence
+    assert "gather the same tensors" in sentence
 
 
 def test_the_gradient_of_a_shard_has_no_norm_of_its_own():
@@ -241,7 +241,7 @@ def test_a_compiled_models_checkpoint_has_the_names_of_the_plain_model():
         model = Compiled()
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         plain = plain_shards(model, torch.optim.SGD(model.parameters()))
-        for shards in (optimizer.shards(model), plain):
+        for shards in (optimizer.state_shards(model), plain):
             names = {shard.name for shard in shards if shard.optimizer is None}
             assert names == {f"model/blocks.{i}.weight" for i in range(3)}
 

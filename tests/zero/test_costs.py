@@ -16,7 +16,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
 from tests.training.attempts import train
-from tests.wrappers import STAGES, Blocks, Trained
+from tests.wrappers import ZERO_STAGES, Blocks, Trained
 from zero.memory import Held, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
@@ -31,7 +31,7 @@ def test_the_stages_send_2_2_and_nearly_3_times_the_parameters():
     n = 4
 
     def count(cluster: Cluster) -> None:
-        for stage in STAGES:
+        for stage in ZERO_STAGES:
             module = Blocks()  # divisible by 4, so nothing is padded, and three equal blocks, without a root
             num_bytes = sum(p.nbytes for p in module.parameters())
             ours = Trained(stage, module, "adamw")
@@ -70,7 +70,7 @@ def test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else():
         divided = {"zero1": (1, 1, n), "zero2": (1, n, n), "zero3": (n, n, n)}[stage]
         assert held == sum(size // by for size, by in zip((P, P, 2 * P), divided, strict=True)), stage
 
-    for stage in STAGES:
+    for stage in ZERO_STAGES:
         run_ranks(measure, 2, stage)
 
 
@@ -115,9 +115,9 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
         for name, report in by_name.items():
             held, formula = (sum(report[f"{how}{what}_bytes"] for what in HELD) for how in ("", "formula_"))
             assert held == formula + report["padding_bytes"], name
-            first_stages = (3, 2, 1) if name in STAGES else (0, 0, 0)
+            first_stages = (3, 2, 1) if name in ZERO_STAGES else (0, 0, 0)
             for what, first, times in zip(HELD, first_stages, (1, 1, 2), strict=True):  # AdamW keeps two
-                is_divided = name not in STAGES or int(name[-1]) >= first
+                is_divided = name not in ZERO_STAGES or int(name[-1]) >= first
                 expected = times * full / (2 if is_divided else 1)
                 assert report[f"{what}_bytes"] == pytest.approx(expected, rel=2e-2), (name, what)
         activations = {name: report["activations_bytes"] for name, report in by_name.items()}
@@ -127,7 +127,7 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
     assert {"forward", "backward", "communication", "optimizer", "launch"} <= kinds
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ZERO_STAGES)
 def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(stage: str):
     """A learner's stage may hold and send less than the formulas, which the lesson's own equals exactly."""
     most_sent = 3.0 if stage == "zero3" else 2.0  # times (n-1)/n of the parameters' bytes

@@ -28,7 +28,7 @@ Ops = list[tuple[str, int]]  # collectives, each with the number of elements of 
 
 
 def block_figures(model: Any, observed: Observed, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the lesson's rows of the report, beside their formulas, for a GPT with full sequences.
+    """Return the script's rows of the report, beside their formulas, for a GPT with full sequences.
 
     `model` is a TensorParallel, and `shape` that of the input: batch, time.
     """
@@ -79,7 +79,9 @@ class ExpectedTraffic:
         tokens, width = shape[0] * shape[1], self.plain.config.width
         loss = [("all_reduce", tokens), ("all_reduce", 2 * tokens)] * heads
         row: Ops = [("all_reduce", tokens * width)]
-        column, row_backward, column_backward = [], [], row
+        column: Ops = []
+        row_backward: Ops = []
+        column_backward = row
         if self.model.sequence_parallel:
             numel = shape[0] * (shape[1] + -shape[1] % dist.get_world_size(self.model.group)) * width
             row, column = [("reduce_scatter", numel)], [("all_gather", numel)]
