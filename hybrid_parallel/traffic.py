@@ -9,7 +9,7 @@
                zero 1   reduce-scatter of the gradients, all-gather of the       ZeroOptimizer
                         parameters
                zero 2   the same, with m reduce-scatters                         ZeroOptimizer
-               zero 3   m reduce-scatters, 2 m all-gathers                       ShardedModule
+               zero 3   m reduce-scatters, 2 m all-gathers                       train_zero3.py
                experts  for each microbatch and block an all-gather of counts    expected_traffic.py
     context    for each microbatch and block keys and values, and their          context_parallel/cost.py
                gradients, round the ring, or 4 all-to-alls
