@@ -100,7 +100,7 @@ class TextbookFullyShardedDataParallel(ShardedModule):
         """Free the block's parameters, and notice when the backward reaches its output."""
         if output.requires_grad:
             output.register_hook(lambda _: self._before_backward(unit))
-        if not is_in_backward():  # a checkpoint computes the block again there, and then its backward
+        if not is_in_backward():  # a checkpoint computes the block again there, before its backward
             unit.free()
 
     def _before_backward(self, unit: Unit) -> None:

@@ -5,6 +5,7 @@ from exercises.mutants import mutant
 WRAPPERS = "tests/test_wrappers.py::"
 BLOCKS = "tests/zero/test_blocks.py::"
 COSTS = "tests/zero/test_costs.py::"
+NARRATED = "tests/zero/test_narrated.py::"
 
 mutant(
     "zero1_not_gathered",
@@ -87,6 +88,24 @@ mutant(
 )
 
 mutant(
+    "zero3_by_hand_not_freed_after_the_forward",
+    "The forward ends with all blocks in memory: none is freed until the backward reaches another one.",
+    target="zero.train_zero3_textbook.TextbookFullyShardedDataParallel._after_forward",
+    changes={"if not is_in_backward():\n    unit.free()": ""},
+    killer=NARRATED + "test_zero3_by_hand_equals_one_process",
+    symptom="In the textbook's stage 3 the forward ends with all blocks in memory.",
+)
+
+mutant(
+    "zero3_by_hand_summed",
+    "In the textbook's stage 3 SGD steps are n times too long: the shards get the sum of the gradients.",
+    target="zero.train_zero3_textbook.Unit.end_backward",
+    changes={'"mean"': '"sum"'},
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3_textbook]",
+    cause="sum over ranks that should be a mean",
+)
+
+mutant(
     "zero3_prefetches_the_wrong_block",
     "Results are right but each backward waits: the block that is prefetched has been used already.",
     target="zero.train_zero3.FullyShardedDataParallel._before_backward",
@@ -99,7 +118,7 @@ mutant(
     "The loss hardly falls: gathered blocks are never freed, so each step computes with the first weights.",
     target="zero.train_zero3.Unit.free",
     changes={"super().free()": ""},
-    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
+    killer=BLOCKS + "test_the_next_block_is_gathered_while_one_computes",
 )
 
 mutant(
