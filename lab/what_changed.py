@@ -27,6 +27,7 @@ FILES = {
     "zero1_textbook": "zero/train_zero1_textbook.py",
     "zero1": "zero/train_zero1.py",
     "zero2": "zero/train_zero2.py",
+    "zero3_textbook": "zero/train_zero3_textbook.py",
     "zero3": "zero/train_zero3.py",
     "pipeline_model_parallel": "pipeline_parallel/train_model_parallel.py",
     "pipeline_afab": "pipeline_parallel/train_afab.py",
@@ -48,7 +49,7 @@ SHORT = {
 }
 STEPS: tuple[tuple[str, ...], ...] = (
     ("naive", "overlap", "buckets"),
-    ("zero1_textbook", "zero1", "zero2", "zero3"),
+    ("zero1_textbook", "zero1", "zero2", "zero3_textbook", "zero3"),
     ("model_parallel", "afab", "1f1b_by_hand"),
     ("local_sgd", "diloco_plain", "diloco"),
 )

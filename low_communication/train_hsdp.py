@@ -75,7 +75,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
     def __init__(self, module: nn.Module, shard_group: Group, replicas: Group, **options: Any) -> None:
         super().__init__(module, shard_group, **options)
         self.replicas = replicas
-        for tensor in [*module.buffers(), *(unit.shard for unit in self.units)]:
+        for tensor in [*module.buffers(), *(unit.flat_shard for unit in self.units)]:
             broadcast(tensor, root=0, group=replicas)
         self._of_machine: dict[Unit, Tensor] = {}  # gradients of a shard, not yet averaged over machines
         self._averaging: list[tuple[Unit, Tensor, Work]] = []
@@ -86,9 +86,8 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         self._is_last = self.require_backward_grad_sync
         return output
 
-    def _complete(self, unit: Unit) -> None:
-        """Wait for the machine's mean gradients of a unit, and start to average them over machines."""
-        mine = unit.wait_for_gradients()
+    def _keep(self, unit: Unit, mine: Tensor) -> None:
+        """Start to average the machine's mean gradients of a unit over machines."""
         if unit in self._of_machine:
             mine += self._of_machine[unit]
         self._of_machine[unit] = mine
@@ -108,7 +107,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
             self._average(unit)
         for unit, mine, work in self._averaging:
             work.wait()
-            unit.add_gradients(mine)
+            unit.layout.add_gradient(unit.shards, mine)
         self._averaging.clear()
 
     def traffic(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
@@ -116,7 +115,7 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         total = super().traffic(microbatches, is_clipped)
         for unit in self.units:
             if unit.layout.is_trained:
-                size = unit.shard.numel(), unit.full.itemsize
+                size = unit.flat_shard.numel(), unit.full.itemsize
                 total += expected_traffic("all_reduce", None, *size, self.replicas)
         return total
 

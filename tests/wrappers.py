@@ -39,6 +39,7 @@ from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero1_textbook import TextbookZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
+from zero.train_zero3_textbook import TextbookFullyShardedDataParallel
 
 BATCH = 72  # 1 to 4 ranks divide it, and 1 to 3 microbatches divide a rank's slice
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -128,6 +129,7 @@ OF_PARAMETERS: dict[str, Any] = {
     "zero2": ZeroGradientOptimizer,
 }
 OF_MODULES: dict[str, Wrap] = REPLICAS | {
+    "zero3_textbook": lambda module, group=None: TextbookFullyShardedDataParallel(module, group),
     "zero3": lambda module, group=None, **options: FullyShardedDataParallel(module, group, **options),
     "hsdp": hybrid,
     "fsdp": fsdp,
@@ -144,8 +146,8 @@ DTENSORS: dict[str, Wrap] = {
     "sequence dtensor": lambda module, group=None: dtensor(module, sequence_parallel=True),
 }
 DIVIDED = TENSORS | CONTEXTS | DTENSORS
-NAMES = [*REPLICAS, *OF_PARAMETERS, "zero3", "hsdp"]
-SHARDED = ("zero1_textbook", *ZERO_STAGES, "hsdp")
+NAMES = [*REPLICAS, *OF_PARAMETERS, "zero3_textbook", "zero3", "hsdp"]
+SHARDED = ("zero1_textbook", "zero3_textbook", *ZERO_STAGES, "hsdp")
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # On GPUs either all parameters must be DTensors for the default of foreach, or none.
     "sgd": (torch.optim.SGD, {"lr": 1.0, "foreach": False}),
@@ -211,7 +213,7 @@ class Trained:
 
     def state(self) -> dict[str, Tensor]:
         """Return a copy of the full parameters and buffers, on all ranks."""
-        is_sharded = self.name in ("zero3", "hsdp", "fsdp", *DIVIDED)
+        is_sharded = self.name in ("zero3_textbook", "zero3", "hsdp", "fsdp", *DIVIDED)
         state = self.model.full_state_dict() if is_sharded else self.module.state_dict()
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 

@@ -3,7 +3,8 @@
       when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or
                          the ranks that divide each layer have different inputs
-      in a backward      the gradients of the backward before it are still being sent
+      in a backward      the gradients of the backward before it are still being sent; or the optimizer has
+                         stepped since the forward, and the parameters are gathered again, with other values
       before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; step() has
                          a closure, which would compute some; or the optimizer needs all of a parameter of
                          which the rank has a shard
@@ -20,14 +21,14 @@ All ranks run the same program, so they make the same mistake, and each rank not
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from comm.collectives import Group
 from comm.exchange import exchange
@@ -94,6 +95,8 @@ class Guard:
         if hasattr(wrapper, "compute_dtype"):
             refuse_what_shards_cannot(wrapper)
             wrapper.register_forward_pre_hook(lambda wrapper, _: refuse_what_shards_cannot(wrapper))
+        if isinstance(wrapper, nn.Module) and shards:
+            _compare_versions(wrapper, shards)
         if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
             wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
             wrapper.register_forward_hook(_mark_output)
@@ -244,6 +247,24 @@ def _mark_output_as_shard(module: nn.Module, inputs: Any, output: Tensor) -> Ten
     return output.as_subclass(Shard)
 
 
+def _compare_versions(wrapper: nn.Module, shards: Iterable[Any]) -> None:
+    """Let each backward compare the shards, which it gathers again, with those of its forward."""
+    versions: dict[Any, int] = {}  # torch counts the changes of a tensor
+
+    def note(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            versions.update((shard, shard.tensor._version) for shard in shards)
+
+    def compare(shard: Any, _: Tensor) -> None:
+        if versions.get(shard) != shard.tensor._version:
+            raise WorkbookError("The optimizer has stepped between a forward and its backward.")
+
+    wrapper.register_forward_hook(note)
+    for shard in shards:
+        if shard.parameter.requires_grad:
+            shard.parameter.register_hook(functools.partial(compare, shard))
+
+
 def _compare_first_inputs(wrapper: nn.Module) -> None:
     """Let the ranks that divide each layer compare their inputs before the first forward."""
 
@@ -277,7 +298,14 @@ def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         guard.before_step()
 
 
+def after_any_step(optimizer: Optimizer, *_: Any) -> None:
+    """Run as a hook after each step of any optimizer: count it as a change, which fused optimizers do not."""
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
+
+
 register_optimizer_step_pre_hook(before_any_step)
+register_optimizer_step_post_hook(after_any_step)
 
 
 def mark_gradient(parameter: Tensor) -> None:

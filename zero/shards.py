@@ -11,9 +11,13 @@ optimizer that updates each number on its own does the same to a rank's shards o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from comm.collectives import Group, broadcast
+from lab.launch.errors import WorkbookError
 from training.state_shards import StateShard, buffer_shards, trained_shards
 
 
@@ -30,7 +34,7 @@ class ParameterShard:
     start: int
     tensor: nn.Parameter
 
-    def checkpointed(self, name: str, optimizer: Optimizer) -> Iterator[StateShard]:
+    def checkpointed(self, name: str, optimizer: Optimizer | None) -> Iterator[StateShard]:
         """Yield, for a checkpoint, the shards of the parameter and of the optimizer's state."""
         full = self.parameter.shape
         return trained_shards(name, self.tensor, optimizer, shape=full, box=full, start=self.start)
@@ -39,23 +43,25 @@ class ParameterShard:
 class FlatLayout:
     """Says where each of some parameters lies in a flat tensor, and which part of it this rank owns.
 
-    The parameters have one dtype, and all or none of them are trained. The flat tensor has `numel` numbers,
-    with `padding` at its end: less than one for each rank. The slice `mine` of it is this rank's shard.
+    The parameters have one dtype. The flat tensor has `numel` numbers, with `padding` at its end: less than
+    one for each rank. The slice `mine` of it is this rank's shard.
     """
 
     def __init__(self, parameters: list[nn.Parameter], rank: int, ranks: int) -> None:
+        if len({parameter.dtype for parameter in parameters}) > 1:
+            raise WorkbookError("A flat tensor has one dtype, and these parameters have several.")
         self.parameters = parameters
-        self.is_trained = parameters[0].requires_grad
+        self.is_trained = any(parameter.requires_grad for parameter in parameters)
         self.sizes = [parameter.numel() for parameter in parameters]
         shard_numel = -(-sum(self.sizes) // ranks)  # rounded up
         self.numel = ranks * shard_numel
         self.padding = self.numel - sum(self.sizes)
         self.mine = slice(rank * shard_numel, (rank + 1) * shard_numel)
 
-    def views(self, full: Tensor) -> list[Tensor]:
-        """Return the place of each parameter in a flat tensor, in the parameter's shape."""
+    def views(self, full: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each parameter and its place in a flat tensor, a view in the parameter's shape."""
         *places, _ = full.split([*self.sizes, self.padding])
-        return [place.view(p.shape) for place, p in zip(places, self.parameters, strict=True)]
+        return [(p, place.view(p.shape)) for p, place in zip(self.parameters, places, strict=True)]
 
     def split(self, shard: Tensor) -> list[tuple[int, Tensor]]:
         """Return for each parameter at which element this rank's shard of it starts, and a view of it.
@@ -78,15 +84,61 @@ class FlatLayout:
         found = []
         for parameter, (start, part) in zip(self.parameters, self.split(shard), strict=True):
             part = part.view([1] * (parameter.dim() - 1) + [-1])  # weight decay is chosen by p.dim()
-            found.append(ParameterShard(parameter, start, nn.Parameter(part, self.is_trained)))
+            found.append(ParameterShard(parameter, start, nn.Parameter(part, parameter.requires_grad)))
         return found
 
     def add_gradient(self, shards: list[ParameterShard], gradient: Tensor) -> None:
         """Give each shard its part of `gradient`, this rank's part of a flat mean gradient, or add it."""
         for one, (_, part) in zip(shards, self.split(gradient), strict=True):
-            part = part.view_as(one.tensor)
-            total = part if one.tensor.grad is None else one.tensor.grad + part
-            one.tensor.grad = total
+            if one.tensor.requires_grad:
+                part = part.view_as(one.tensor).to(one.tensor.dtype)
+                one.tensor.grad = part if one.tensor.grad is None else one.tensor.grad + part
+
+
+class FlatParameters:
+    """Has some parameters in a flat tensor `full`, which may be freed, and this rank's `flat_shard` of it.
+
+    All ranks of `group` begin with rank 0's parameters. `dtype` is that of `full`: None for the parameters'.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], group: Group, dtype: torch.dtype | None = None
+    ) -> None:
+        self.group = group
+        self.layout = FlatLayout(parameters, dist.get_rank(group), dist.get_world_size(group))
+        values = parameters[0].new_zeros(self.layout.numel)
+        for parameter, view in self.layout.views(values):
+            view.copy_(parameter.detach())
+        broadcast(values, root=0, group=group)
+        self.flat_shard = values[self.layout.mine].clone()
+        self.shards = self.layout.parameter_shards(self.flat_shard)
+        self.full = torch.empty_like(values, dtype=dtype)
+        self.free()
+
+    @property
+    def is_freed(self) -> bool:
+        return self.full.untyped_storage().size() == 0
+
+    def show(self, full: Tensor) -> None:
+        """Make the module's parameters views of a flat tensor."""
+        for parameter, view in self.layout.views(full):
+            parameter.data = view
+
+    def free(self) -> None:
+        """Free the memory of `full`, but not the tensor. Code that reads a parameter sees NaN."""
+        nan = self.full.new_full((), torch.nan)
+        for parameter in self.layout.parameters:
+            parameter.data = nan.expand(parameter.shape)
+        self.full.untyped_storage().resize_(0)
+
+    def take_gradients(self) -> Tensor:
+        """Move the module's gradients into a flat tensor, and return it; unused parameters have zeros."""
+        gradients = self.full.new_zeros(self.full.shape)
+        for parameter, view in self.layout.views(gradients):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = None
+        return gradients
 
 
 def checkpointed(

@@ -71,11 +71,11 @@ class Bucket:
         self.layout = FlatLayout(parameters, rank, ranks)
         self.full = parameters[0].new_zeros(self.layout.numel)
         self.gradients = torch.zeros_like(self.full)
-        for parameter, view in zip(parameters, self.layout.views(self.full), strict=True):
+        for parameter, view in self.layout.views(self.full):
             view.copy_(parameter.detach())
             parameter.data = view
         self.shards = self.layout.parameter_shards(self.full[self.layout.mine])
-        self.gradient_views = dict(zip(parameters, self.layout.views(self.gradients), strict=True))
+        self.gradient_views = dict(self.layout.views(self.gradients))
         self.missing = set(parameters)
 
 

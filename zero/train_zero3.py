@@ -7,14 +7,16 @@
                  all-gather             |        | 1       | 0       |         |        |
                  reduce-scatter         |        |         | 2       | 1       |        | 0, root
 
-Stages 1 and 2 leave all parameters on every rank. But the parameters of a block (a transformer layer, for
-example) are needed only while the block computes, twice in a step. In between they are freed. While one
-block computes, the next one is gathered (prefetched): in the forward the one registered after it, in the
-backward the one before it.
+train_zero3_textbook.py gathers a block before its forward and before its backward, frees it afterwards, and
+waits for each message. Here messages are hidden behind computing. While one block computes, the next one is
+gathered (prefetched): in the forward the one registered after it, in the backward the one before it. A
+block's gradients are sent when the backward reaches the block before it; those of the first one and of the
+root when it has ended. These moments are the same on all ranks, also where a rank does not use all
+parameters.
 
 The root has the parameters that belong to no block, or to several: embeddings (first in the picture), the
-last norm and the head (last). It stays full from the start of the forward to the end of the backward, because
-both need it at both ends. The last block stays full in between, too: the backward starts there.
+last norm and the head (last). It stays full from the start of the forward to the end of the backward,
+because both need it at both ends. The last block stays full in between, too: the backward starts there.
 
       memory of a rank    (P + G + O)/n, and for a time full parameters of root and two blocks, and gradients
                           of root and three
@@ -22,229 +24,88 @@ both need it at both ends. The last block stays full in between, too: the backwa
       P, G, O: bytes of all parameters, gradients and optimizer state; what is sent has `compute_dtype`
 
 `reshard_after_forward=False` keeps the blocks full between forward and backward. That takes up to P more
-memory, and saves their second gather. There is no memory for full gradients, so each microbatch sends its
-own, and they add up in the shards.
-
-A block's parameters are one flat tensor, a `Unit`, that is gathered, freed and reduce-scattered as a whole.
-`full` keeps one storage, which is resized to 0 bytes and back. Tensors that autograd has saved point into
-this storage, so they are right again after the next gather. The hooks of `FullyShardedDataParallel` decide
-when. A block's gradients are sent when the backward reaches the block before it; those of the first one and
-of the root when it has ended. These moments are the same on all ranks, also where a rank does not use all
-parameters. Parts: shards.py, the layout; memory.py, the report.
+memory, and saves their second gather. Parts: shards.py, the layout; sharded_module.py, what both versions of
+stage 3 have in common; memory.py, the report.
 
 After Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, and Zhao et al., "PyTorch FSDP: Experiences
 on Scaling Fully Sharded Data Parallel", VLDB 2023, https://arxiv.org/abs/2304.11277.
 """
 
-import contextlib
 import dataclasses
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
 from comm.script import start
 from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
 from lab.models.blocks import blocks_of, recompute_blocks
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.clipping import clip_grad_norm_
 from training.gradients import is_in_backward
 from training.guard import guarded
 from training.run import Run
-from training.state_shards import StateShard, buffer_shards
 from zero.memory import owned, shares_of
-from zero.shards import FlatLayout, ParameterShard
+from zero.sharded_module import ShardedModule, divide
+from zero.shards import FlatParameters
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
 
 
-def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Count a step as a change of what it has updated: fused optimizers do not."""
-    for group in optimizer.param_groups:
-        torch.autograd.graph.increment_version(group["params"])
-
-
-register_optimizer_step_post_hook(count_step)
-
-
-class Unit:
-    """Has some parameters in one flat tensor `full` while they are needed; this rank keeps its `shard`.
+class Unit(FlatParameters):
+    """Has some parameters in `full` while they are needed; this rank keeps its `flat_shard`.
 
     freed ── start_gather ──► on their way ── gather ──► full: the module's parameters are views of `full`
       ▲                                                    │
       └────────────────────── free ────────────────────────┘
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group, dtype: torch.dtype) -> None:
-        self.group = group
-        self.layout = FlatLayout(parameters, dist.get_rank(group), dist.get_world_size(group))
-        values = parameters[0].new_zeros(self.layout.numel)
-        for parameter, view in zip(parameters, self.layout.views(values), strict=True):
-            view.copy_(parameter.detach())
-        broadcast(values, root=0, group=group)
-        self.shard = values[self.layout.mine].clone()
-        self.shards = self.layout.parameter_shards(self.shard)
-        self.full = torch.empty(self.layout.numel, dtype=dtype, device=self.shard.device)
-        self._gathering: Work | None = None
-        self.number = -1  # among the model's units; ranks must gather the same one
-        self._gathered_version = 0  # of the shard when it was gathered; an optimizer step changes it
-        self.free()
-
-    @property
-    def is_freed(self) -> bool:
-        return self.full.untyped_storage().size() == 0
+    number = -1  # among the model's units; ranks must gather the same one
+    _gathering: Work | None = None
+    _gathered_version = 0  # of the shard; torch counts what changes it, guard.py what fused optimizers do
 
     @property
     def is_full(self) -> bool:
         return not self.is_freed and self._gathering is None
 
-    @property
-    def is_stale(self) -> bool:
-        """Return whether the shard has changed since the last gather."""
-        return self._gathered_version != self.shard._version  # where torch counts changes; see `count_step`
-
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that has been done."""
-        if self.is_stale and not self.is_freed:  # after a forward without a backward
-            self.free()
+        if self._gathered_version != self.flat_shard._version and not self.is_freed:
+            self.free()  # it stayed full after a forward without a backward
         if self.is_freed:
-            self._gathered_version = self.shard._version
+            self._gathered_version = self.flat_shard._version
             self.full.untyped_storage().resize_(self.full.nbytes)
-            mine = self.full[self.layout.mine].copy_(self.shard)
+            mine = self.full[self.layout.mine].copy_(self.flat_shard)
             self._gathering = all_gather(self.full, mine, self.group, async_op=True, tensor_id=self.number)
 
     def gather(self) -> None:
-        """Wait until all of `full` is there, and make the module's parameters views of it."""
+        """Wait until all of `full` is there, and let the module compute with it."""
         self.start_gather()
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            for parameter, view in zip(self.layout.parameters, self.layout.views(self.full), strict=True):
-                parameter.data = view
+            self.show(self.full)
 
     def free(self) -> None:
-        """Free the memory of the full parameters. Code that reads one sees NaN."""
+        """Free the full parameters, also those that are still on their way."""
         if self._gathering is not None:  # prefetched, but not used
             self._gathering.wait()
             self._gathering = None
-        nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)
-        for parameter in self.layout.parameters:
-            parameter.data = nan.expand(parameter.shape)
-        self.full.untyped_storage().resize_(0)
+        super().free()
 
-    def reduce_scatter(self) -> None:
-        """Take the gradients out of the model, and start to average them; unused parameters have zeros."""
-        gradients = self.full.new_zeros(self.full.shape)
-        for parameter, view in zip(self.layout.parameters, self.layout.views(gradients), strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-                parameter.grad = None
+    def reduce_scatter(self) -> tuple[Tensor, Work]:
+        """Take the gradients out of the module, and start to average them; return this rank's part."""
+        gradients = self.take_gradients()
         mine = gradients[self.layout.mine]
-        work = reduce_scatter(mine, gradients, "mean", self.group, async_op=True)
-        self._reducing = mine, work
-
-    def wait_for_gradients(self) -> Tensor:
-        """Wait for this rank's part of the mean gradients, and return it."""
-        mine, work = self._reducing
-        del self._reducing
-        work.wait()
-        return mine.clone()  # a view would keep all of the full gradients in memory
-
-    def add_gradients(self, mine: Tensor) -> None:
-        """Add this rank's part of the mean gradients to that of earlier microbatches."""
-        self.layout.add_gradient(self.shards, mine.to(self.shard.dtype))
-
-
-class ShardedModule(nn.Module):
-    """Has what a module of shards in `units` needs beside the idea: names, clipping, the full state."""
-
-    module: nn.Module
-    group: Group
-    compute_dtype: torch.dtype | None
-    units: list[Unit]
-    parameter_shards: list[ParameterShard]  # of all units
-
-    def compute(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run the module in `compute_dtype`, if there is one, and return outputs in the shards' dtype."""
-        if self.compute_dtype is None:
-            return self.module(*inputs, **options)
-        inputs, options = tree_map_only(Tensor, partial(cast, dtype=self.compute_dtype), (inputs, options))
-        outputs = self.module(*inputs, **options)
-        return tree_map_only(Tensor, partial(cast, dtype=self.units[0].shard.dtype), outputs)
-
-    def _complete(self, unit: Unit) -> None:
-        """Wait for the mean gradients of a unit, and give them to its shards."""
-        unit.add_gradients(unit.wait_for_gradients())
-
-    def names(self) -> dict[Tensor, list[str]]:
-        """Return the names of each full parameter in the wrapped module; a tied one has several."""
-        names: dict[Tensor, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        return names
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's shard of each parameter, by the parameter's name in the wrapped module."""
-        names = self.names()
-        yield from ((names[shard.parameter][0], shard.tensor) for shard in self.parameter_shards)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        return clip_grad_norm_(self.parameters(), max_norm, [self.group])
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the state dict of the plain module, on every rank. All ranks must call it."""
-        names = self.names()
-        state = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
-        for unit in self.units:
-            full = unit.shard.new_empty(unit.full.shape)
-            all_gather(full, unit.shard, self.group)
-            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
-                state |= {name: view.clone() for name in names[parameter]}
-        return state
-
-    @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take this rank's shards of a plain module's state dict."""
-        names = self.names()
-        for unit in self.units:
-            full = unit.shard.new_zeros(unit.full.shape)
-            for parameter, view in zip(unit.layout.parameters, unit.layout.views(full), strict=True):
-                view.copy_(state[names[parameter][0]])
-            unit.shard.copy_(full[unit.layout.mine])
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(state.get(name, buffer))
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
-        """Give the module its full parameters, in the dtype in which it computes, for the `with` block."""
-        for unit in self.units:
-            unit.gather()
-        try:
-            yield self.module
-        finally:
-            for unit in self.units:
-                unit.free()
-
-    def state_shards(self, optimizer: torch.optim.Optimizer) -> list[StateShard]:
-        """Return, for a checkpoint, this rank's shards of the parameters and of the optimizer's state."""
-        names, found = self.names(), [*buffer_shards(self.module)]
-        for shard in self.parameter_shards:
-            found += shard.checkpointed(names[shard.parameter][0], optimizer)
-        return found
+        return mine, reduce_scatter(mine, gradients, "mean", self.group, async_op=True)
 
 
 @guarded
@@ -277,13 +138,13 @@ class FullyShardedDataParallel(ShardedModule):
         modules = blocks_of(module) if blocks is None else blocks
         # Number 0 is the root.
         self.blocks = [units_of(some, group, compute_dtype) for some in divide(module, modules)]
-        self.units = [unit for block in self.blocks for unit in block]
+        self.units: list[Unit] = [unit for block in self.blocks for unit in block]
         for number, unit in enumerate(self.units):
             unit.number = number
         self.parameter_shards = [shard for unit in self.units for shard in unit.shards]
         self._current: list[Unit] = []  # the block that the backward has reached
-        self._in_flight = deque[Unit]()
-        self._expects_backward = self._has_backward = False  # before the next finish_gradient_sync()
+        self._in_flight = deque[tuple[Unit, Tensor, Work]]()
+        self._has_backward = False  # whose gradients are not all averaged
         for i, part in enumerate([module, *modules]):
             part.register_forward_pre_hook(partial(self._before_forward, i))
             part.register_forward_hook(partial(self._after_forward, i))
@@ -292,7 +153,6 @@ class FullyShardedDataParallel(ShardedModule):
         """Run the module, whose hooks gather the root and the blocks."""
         if torch.is_grad_enabled():
             self.end_backward()  # of the microbatch before
-        self._expects_backward |= torch.is_grad_enabled()
         return self.compute(inputs, options)
 
     def _before_forward(self, i: int, *_: Any) -> None:
@@ -320,10 +180,6 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _before_backward(self, i: int, _: Tensor) -> None:
         """Wait for the block's parameters, prefetch, and send the gradients of the block before it."""
-        if not self._expects_backward:
-            raise WorkbookError("A backward came after finish_gradient_sync(), without a forward before it.")
-        if any(unit.is_stale for unit in self.blocks[i]):
-            raise WorkbookError("The optimizer has stepped between a forward and its backward.")
         self._has_backward = True
         done: list[Unit] = []
         # Once per block: each of its outputs has this hook. The root is sent at the end.
@@ -343,9 +199,18 @@ class FullyShardedDataParallel(ShardedModule):
         for unit in block:
             if unit.layout.is_trained:
                 if len(self._in_flight) == MOST_IN_FLIGHT:
-                    self._complete(self._in_flight.popleft())
-                unit.reduce_scatter()
-                self._in_flight.append(unit)
+                    self._wait_for_oldest()
+                self._in_flight.append((unit, *unit.reduce_scatter()))
+
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest reduce-scatter, and keep this rank's part of the mean gradients."""
+        unit, mine, work = self._in_flight.popleft()
+        work.wait()
+        self._keep(unit, mine.clone())  # a view would keep all of the full gradients in memory
+
+    def _keep(self, unit: Unit, mine: Tensor) -> None:
+        """Add this rank's part of the mean gradients to that of earlier microbatches."""
+        unit.layout.add_gradient(unit.shards, mine)
 
     def finish_gradient_sync(self) -> None:
         """Complete the mean over ranks, which is then the `grad` of each shard."""
@@ -361,8 +226,8 @@ class FullyShardedDataParallel(ShardedModule):
         self._reduce(self.blocks[0])
         self._current = []
         while self._in_flight:
-            self._complete(self._in_flight.popleft())
-        self._expects_backward = self._has_backward = False
+            self._wait_for_oldest()
+        self._has_backward = False
 
     def traffic(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:
         """Return what a rank sends in a step: a block is gathered twice in each microbatch."""
@@ -383,26 +248,6 @@ def units_of(parameters: list[nn.Parameter], group: Group, compute_dtype: torch.
     for p in parameters:
         kinds.setdefault((p.requires_grad, p.dtype), []).append(p)
     return [Unit(kind, group, compute_dtype or dtype) for (_, dtype), kind in kinds.items()]
-
-
-def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
-    """Return the parameters of the root, and then those of each block.
-
-    The root has those that are used outside of all blocks, or in several blocks.
-    """
-    in_blocks = {part for block in blocks for part in block.modules()}
-    outside = {
-        p for part in module.modules() if part not in in_blocks for p in part.parameters(recurse=False)
-    }
-    uses = Counter(parameter for block in blocks for parameter in block.parameters())
-    root = {p for p in module.parameters() if p in outside or uses[p] > 1}
-    own = [[p for p in block.parameters() if p not in root] for block in blocks]
-    return [[p for p in module.parameters() if p in root], *own]
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of floating point numbers in another dtype, and others as they are."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclasses.dataclass

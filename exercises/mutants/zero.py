@@ -5,6 +5,7 @@ from exercises.mutants import mutant
 WRAPPERS = "tests/test_wrappers.py::"
 BLOCKS = "tests/zero/test_blocks.py::"
 COSTS = "tests/zero/test_costs.py::"
+NARRATED = "tests/zero/test_narrated.py::"
 
 mutant(
     "zero1_not_gathered",
@@ -87,6 +88,24 @@ mutant(
 )
 
 mutant(
+    "zero3_by_hand_not_freed_after_the_forward",
+    "The forward ends with all blocks in memory: none is freed until the backward reaches another one.",
+    target="zero.train_zero3_textbook.TextbookFullyShardedDataParallel._after_forward",
+    changes={"if not is_in_backward():\n    unit.free()": ""},
+    killer=NARRATED + "test_zero3_by_hand_equals_one_process",
+    symptom="In the textbook's stage 3 the forward ends with all blocks in memory.",
+)
+
+mutant(
+    "zero3_by_hand_summed",
+    "In the textbook's stage 3 SGD steps are n times too long: the shards get the sum of the gradients.",
+    target="zero.train_zero3_textbook.Unit.end_backward",
+    changes={'"mean"': '"sum"'},
+    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3_textbook]",
+    cause="sum over ranks that should be a mean",
+)
+
+mutant(
     "zero3_prefetches_the_wrong_block",
     "Results are right but each backward waits: the block that is prefetched has been used already.",
     target="zero.train_zero3.FullyShardedDataParallel._before_backward",
@@ -98,15 +117,8 @@ mutant(
     "zero3_blocks_never_freed",
     "The loss hardly falls: gathered blocks are never freed, so each step computes with the first weights.",
     target="zero.train_zero3.Unit.free",
-    changes={
-        (
-            "nan = torch.full((), torch.nan, dtype=self.full.dtype, device=self.full.device)\n"
-            "for parameter in self.layout.parameters:\n"
-            "    parameter.data = nan.expand(parameter.shape)\n"
-            "self.full.untyped_storage().resize_(0)"
-        ): "",
-    },
-    killer=WRAPPERS + "test_two_ranks_train_as_one_process[zero3]",
+    changes={"super().free()": ""},
+    killer=BLOCKS + "test_the_next_block_is_gathered_while_one_computes",
 )
 
 mutant(
@@ -137,8 +149,8 @@ mutant(
 mutant(
     "zero3_last_microbatch_only",
     "In stage 3 accumulation uses the last microbatch only: its gradients replace the earlier ones.",
-    target="zero.train_zero3.Unit.wait_for_gradients",
-    changes={"work.wait()": "work.wait()\nfor shard in self.shards:\n    shard.tensor.grad = None"},
+    target="zero.train_zero3.FullyShardedDataParallel._wait_for_oldest",
+    changes={"work.wait()": "work.wait()\nfor shard in unit.shards:\n    shard.tensor.grad = None"},
     killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero3]",
     cause="only the last one used",
 )
@@ -156,7 +168,7 @@ mutant(
 mutant(
     "zero3_gradients_sent_again",
     "In stage 3 the first microbatches weigh most: a gradient that was sent is not cleared.",
-    target="zero.train_zero3.Unit.reduce_scatter",
+    target="zero.shards.FlatParameters.take_gradients",
     changes={"parameter.grad = None": ""},
     killer=WRAPPERS + "test_three_ranks_train_odd_models_with_microbatches_as_one_process[zero3]",
 )
@@ -164,7 +176,7 @@ mutant(
 mutant(
     "zero3_shared_goes_with_the_first_block",
     "A model with tied layers gets nan: the shared weight is freed with the first block.",
-    target="zero.train_zero3.divide",
+    target="zero.sharded_module.divide",
     changes={
         "if p in outside or uses[p] > 1": "if p in outside",
         "uses = Counter(parameter for block in blocks for parameter in block.parameters())": "",

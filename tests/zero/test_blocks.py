@@ -86,7 +86,7 @@ def test_stage_3_has_at_most_two_full_blocks_and_the_gradients_of_three():
 
         def look(*_: object) -> None:
             full.append(sum(not unit.is_freed for unit in ours.model.units))
-            held = live_bytes({"shards": [unit.shard for unit in ours.model.units]})["other"]
+            held = live_bytes({"shards": [unit.flat_shard for unit in ours.model.units]})["other"]
             gradients.append((held - before) / block)
 
         for layer in module:
@@ -94,7 +94,7 @@ def test_stage_3_has_at_most_two_full_blocks_and_the_gradients_of_three():
             layer.weight.register_post_accumulate_grad_hook(look)
         with slow_link.slowed(Link(0.002, 0.0)):
             x = torch.ones(4, 64)
-            before = live_bytes({"shards": [unit.shard for unit in ours.model.units]})["other"]
+            before = live_bytes({"shards": [unit.flat_shard for unit in ours.model.units]})["other"]
             ours.accumulate(lambda model, x, _: model(x).sum(), (x, x))
         assert max(full) == 2
         # Two full blocks, the gradients of three, and half a gradient of each of eight blocks.

@@ -15,6 +15,7 @@ from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero1_textbook import TextbookZeroOptimizer
 from zero.train_zero2 import ZeroGradientOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
+from zero.train_zero3_textbook import TextbookFullyShardedDataParallel
 
 SGD, OPTIONS = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
 
@@ -129,6 +130,51 @@ def test_zero2_equals_one_process():
             one.compare_parameters(model)
 
     run_ranks(train_on_a_rank, 3)
+
+
+def test_zero3_by_hand_equals_one_process():
+    def train_on_a_rank(cluster: Cluster) -> int:
+        # The two linear layers are blocks, and each is a unit. Note which of them are full when a layer
+        # computes in the forward, and when its gradient arrives in the backward.
+        one = OneProcess(cluster.rank)
+        model = TextbookFullyShardedDataParallel(one.of_a_rank)
+        first, second = model.units  # the root has no parameters
+        full: list[tuple[bool, bool]] = []
+
+        def note(*_: object) -> None:
+            full.append((not first.is_freed, not second.is_freed))
+
+        for layer in (one.of_a_rank[0], one.of_a_rank[2]):
+            layer.register_forward_hook(note, prepend=True)
+            layer.weight.register_post_accumulate_grad_hook(note)
+
+        # `parameters()` yields the rank's shard of each parameter, and torch's optimizer needs nothing else.
+        optimizer = SGD(model.parameters(), **OPTIONS)
+        for _ in range(3):
+            one.backward()
+            optimizer.zero_grad()
+            mean_square(model(one.my_x), one.my_y).backward()
+
+            # The backward has ended with the first layer, which is still full and has its gradients.
+            assert one.of_a_rank[0].weight.grad is not None and one.of_a_rank[2].weight.grad is None
+            model.finish_gradient_sync()
+
+            # Nothing is full now. The rank's shards have the mean over all 12 examples.
+            assert first.is_freed and second.is_freed and one.of_a_rank[0].weight.isnan().all()
+            one.compare_gradients(model.parameter_shards)
+
+            # The optimizer updates the shards. Put together again, they are what one process has.
+            one.optimizer.step()
+            optimizer.step()
+            with model.gathered() as gathered:
+                one.compare_parameters(gathered)
+
+        # There and back, one layer at a time was full.
+        assert full == 3 * [(True, False), (False, True), (False, True), (True, False)]
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    # 66 numbers are trained, and every one of them is kept on one rank.
+    assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
 
 
 def test_zero3_equals_one_process():
