@@ -27,7 +27,9 @@ from tests.context_parallel.equivalence import (
     gpt,
     text,
 )
-from tests.wrappers import compare_with_one_process, heads_task
+from tests.equivalence import compare_with_one_process
+from tests.tasks import heads_task
+from tests.wrappers import named
 
 # Of 16 tokens: borders inside chunks and between them, documents longer than the chunk of any rank, documents
 # of one token, and a sequence that is one document.
@@ -91,7 +93,7 @@ def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_tok
     def work(cluster: Cluster) -> None:
         for length in (1, 5):
             for name in ("ring", "contiguous ring", "all to all"):
-                compare_with_one_process(cluster, name, heads_task(length), (1,))
+                compare_with_one_process(cluster, named(name), heads_task(length), (1,))
         if n == 4:
             assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
 
@@ -107,7 +109,7 @@ def checkpoint_blocks(model: GPT) -> None:
 def test_blocks_computed_again_in_the_backward_have_the_gradients_of_one_process():
     def work(cluster: Cluster) -> None:
         for name in ("ring", "all to all"):
-            compare_with_one_process(cluster, name, heads_task(10), (2,), change=checkpoint_blocks)
+            compare_with_one_process(cluster, named(name), heads_task(10), (2,), change=checkpoint_blocks)
 
     run_ranks(work, 2)
 

@@ -10,7 +10,8 @@ from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel, fill
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.units import MIB
-from tests.wrappers import accumulate, gpt, mine, no_sync, text, text_loss
+from tests.equivalence import accumulate, mine, no_sync
+from tests.tasks import gpt, text, text_loss
 
 DTYPES = (torch.float32, torch.float64)
 

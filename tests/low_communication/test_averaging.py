@@ -22,6 +22,7 @@ from lab.trace.ledger import LEDGER, Traffic
 from low_communication.train_diloco import StreamingDiLoCo, divide_in_order
 from low_communication.train_diloco_plain import DiLoCo
 from low_communication.train_local_sgd import LocalSGD
+from tests.equivalence import in_pairs
 from tests.low_communication.equivalence import (
     Optimizers,
     OuterSteps,
@@ -36,7 +37,7 @@ from tests.low_communication.equivalence import (
     sgd,
     train_step,
 )
-from tests.wrappers import Odd, gpt, in_pairs
+from tests.tasks import Odd, gpt
 
 
 def compare(

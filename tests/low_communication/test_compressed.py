@@ -28,8 +28,9 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.compressors import BLOCK, COMPRESSORS, Int8, PowerSGD, TopK
 from low_communication.train_compressed import CompressedDataParallel
+from tests.equivalence import accumulate, mine, one_process
 from tests.low_communication.equivalence import payload
-from tests.wrappers import accumulate, gpt, mean_square, mine, one_process, text, text_loss
+from tests.tasks import gpt, mean_square, text, text_loss
 from training.report import replica_digests
 
 SHAPES = [(40, 30), (7,), (), (90, 12, 3), (2, 3)]  # two are worth two thin matrices

@@ -13,7 +13,9 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from low_communication.train_hsdp import HybridShardedDataParallel, machine_groups
-from tests.wrappers import BRANCHES, Blocks, compare_with_one_process
+from tests.equivalence import compare_with_one_process
+from tests.tasks import BRANCHES, Blocks
+from tests.wrappers import named
 
 
 def named_hosts(cluster: Cluster, names: str) -> None:
@@ -49,7 +51,7 @@ def test_parameters_and_their_gathers_stay_on_a_machine():
         # Between the two machines, a rank all-reduces its third of the gradients once: 2 (k-1)/k P/m.
         assert bytes_by_axis() == {"shards": 3 * each, "replicas": P // 3}
 
-        compare_with_one_process(cluster, "hsdp", BRANCHES, (3, 1), "momentum")
+        compare_with_one_process(cluster, named("hsdp"), BRANCHES, (3, 1), "momentum")
 
     run_ranks(work, 6, timeout=60)
 

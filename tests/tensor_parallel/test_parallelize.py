@@ -20,8 +20,10 @@ from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests import dtensors
+from tests.equivalence import compare_with_one_process
+from tests.tasks import Task
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
-from tests.wrappers import Task, compare_with_one_process
+from tests.wrappers import named
 from training.report import replica_digests
 
 
@@ -29,7 +31,7 @@ def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers():
     def compare(cluster: Cluster) -> None:
         for sizes in ([7, 12, 5, 24, 3], [7, 12, 5, 12], [7, 12]):
             task = Task(lambda seed, sizes=sizes: MLP(sizes, seed).double())
-            compare_with_one_process(cluster, "tensor", task, (1, 3), clip=0.1)
+            compare_with_one_process(cluster, named("tensor"), task, (1, 3), clip=0.1)
 
     run_ranks(compare, 3)
 

@@ -16,10 +16,11 @@ from lab.launch.errors import WorkbookError
 from lab.models.model import IGNORED, loss_of
 from lab.ranks import run_ranks
 from pipeline_parallel.schedules import table_of
-from tests import wrappers
+from tests import equivalence, tasks
 from tests.expert_parallel import equivalence as experts
 from tests.hybrid_parallel import equivalence as hybrid
 from tests.pipeline_parallel import equivalence as pipelines
+from tests.wrappers import select
 from training.valid_targets import valid_targets
 from zero.train_zero3 import FullyShardedDataParallel
 
@@ -40,7 +41,7 @@ def test_ranks_with_few_targets_count_as_much_as_those_targets():
         x, y = tokens[:, :-1], tokens[:, 1:].clone()
         y[:2] = IGNORED
         y[0, -1] = 5
-        alone, module = wrappers.gpt(0), wrappers.gpt(0)
+        alone, module = tasks.gpt(0), tasks.gpt(0)
         loss_of(alone(x), y).backward()
 
         # Each rank divides the sum of its losses by the mean number of valid targets, 8.5.
@@ -48,7 +49,7 @@ def test_ranks_with_few_targets_count_as_much_as_those_targets():
         own_x, own_y = x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank]
         loss_of(model(own_x), own_y, valid_targets(own_y)).backward()
         model.finish_gradient_sync()
-        assert_same(wrappers.mean_gradients(module), wrappers.mean_gradients(alone))
+        assert_same(equivalence.mean_gradients(module), equivalence.mean_gradients(alone))
 
     run_ranks(work, 2)
 
@@ -59,12 +60,12 @@ def test_a_mean_over_one_ranks_valid_targets_is_refused():
         targets = tokens[:, 1:].clone()
         targets[0, : cluster.rank + 1] = IGNORED
         for model in (
-            NaiveDataParallel(wrappers.gpt(0)),
-            FullyShardedDataParallel(wrappers.gpt(0)),
+            NaiveDataParallel(tasks.gpt(0)),
+            FullyShardedDataParallel(tasks.gpt(0)),
         ):
             with pytest.raises(WorkbookError, match=r"valid_targets\(targets\)"):
                 loss_of(model(tokens[:, :-1]), targets)
-        loss_of(wrappers.gpt(0)(tokens[:, :-1]), targets)  # of one process alone
+        loss_of(tasks.gpt(0)(tokens[:, :-1]), targets)  # of one process alone
 
     run_ranks(work, 2)
 
@@ -84,19 +85,19 @@ def test_microbatches_with_few_targets_count_as_much_as_those_targets():
 
 def test_gradients_of_data_parallelism_are_those_of_one_process():
     def work(cluster: Cluster) -> None:
-        x, y = with_prompts(wrappers.text())
-        own = wrappers.mine(cluster, (x, y))
-        expected = wrappers.one_process(wrappers.gpt(0), lambda model: loss_of(model(x), y))
+        x, y = with_prompts(tasks.text())
+        own = equivalence.mine(cluster, (x, y))
+        expected = equivalence.one_process(tasks.gpt(0), lambda model: loss_of(model(x), y))
         number, parts = valid_targets(own[1]), 3
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return loss_of(model(x), y, number) * parts  # `accumulate` divides it by their number
 
-        for name in wrappers.NAMES:
-            ours = wrappers.Trained(name, wrappers.gpt(cluster.rank))
+        for wrapper in select(takes_any_model=True):
+            ours = equivalence.Trained(wrapper, tasks.gpt(cluster.rank))
             ours.accumulate(loss, own, parts)
             change = ours.step()
-            assert_same({key: change[key] for key in expected}, expected, what=f"gradient, {name},")
+            assert_same({key: change[key] for key in expected}, expected, what=f"gradient, {wrapper},")
 
     run_ranks(work, 3)
 
@@ -119,8 +120,8 @@ def test_gradients_of_pipelines_are_those_of_one_process():
 
 def test_gradients_of_sequences_that_are_cut_are_those_of_one_process():
     def work(cluster: Cluster) -> None:
-        for name in wrappers.CONTEXTS:
-            wrappers.compare_with_one_process(cluster, name, wrappers.heads_task(17, ignored=7), (1, 1))
+        for wrapper in select(lesson="context_parallel"):
+            equivalence.compare_with_one_process(cluster, wrapper, tasks.heads_task(17, ignored=7), (1, 1))
 
     run_ranks(work, 3)
 

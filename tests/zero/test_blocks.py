@@ -14,20 +14,14 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
-from tests.wrappers import (
-    Blocks,
-    Task,
-    Trained,
-    compare_with_one_process,
-    deep_gpt,
-    mine,
-    one_process,
-    text,
-    text_loss,
-)
+from tests.equivalence import Trained, compare_with_one_process, mine, one_process
+from tests.tasks import Blocks, Task, deep_gpt, text, text_loss
+from tests.wrappers import named
 from training.state_shards import plain_shards
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
+
+ZERO3 = named("zero3")
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
@@ -80,7 +74,7 @@ def test_the_next_block_is_gathered_while_one_computes():
 def test_stage_3_has_at_most_two_full_blocks_and_the_gradients_of_three():
     def work(cluster: Cluster) -> None:
         module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-        ours = Trained("zero3", module)
+        ours = Trained(ZERO3, module)
         full, gradients = [], []
         block = 64 * 64 * 4
 
@@ -128,7 +122,7 @@ def test_stage_3_takes_lists_in_lists_no_blocks_and_blocks_that_pass_their_input
 
     def work(cluster: Cluster) -> None:
         for make in (Nested, a_layer):
-            compare_with_one_process(cluster, "zero3", Task(make), (1, 3))
+            compare_with_one_process(cluster, ZERO3, Task(make), (1, 3))
 
     run_ranks(work, 2, timeout=60)
 
@@ -136,7 +130,7 @@ def test_stage_3_takes_lists_in_lists_no_blocks_and_blocks_that_pass_their_input
 def test_an_evaluation_between_steps_changes_nothing_and_sees_the_new_parameters():
     def work(cluster: Cluster) -> None:
         def losses(is_watched: bool) -> list[float]:
-            ours, seen = Trained("zero3", deep_gpt(0), "adamw"), []
+            ours, seen = Trained(ZERO3, deep_gpt(0), "adamw"), []
             for _ in range(2):
                 ours.optimizer.zero_grad()
                 ours.accumulate(text_loss, mine(cluster, text()), 1)
@@ -158,7 +152,7 @@ def test_an_evaluation_between_steps_changes_nothing_and_sees_the_new_parameters
 def test_bf16_computes_in_16_bits_and_keeps_shards_in_full_precision():
     def work(cluster: Cluster) -> None:
         reference = deep_gpt(0).float()
-        ours = Trained("zero3", deep_gpt(cluster.rank).float(), compute_dtype=torch.bfloat16)
+        ours = Trained(ZERO3, deep_gpt(cluster.rank).float(), compute_dtype=torch.bfloat16)
         ours.accumulate(text_loss, mine(cluster, text()), 2)
         tensors = [tensor for s in ours.model.parameter_shards for tensor in (s.tensor, s.tensor.grad)]
         assert {tensor.dtype for tensor in tensors} == {torch.float32}
@@ -190,7 +184,7 @@ def test_a_block_in_reentrant_checkpoints_has_the_gradients_of_one_process():
 
     def work(cluster: Cluster) -> None:
         make = lambda seed: Again(seed, is_checkpointed=True)  # noqa: E731
-        compare_with_one_process(cluster, "zero3", Task(Again), (1,), make=make)
+        compare_with_one_process(cluster, ZERO3, Task(Again), (1,), make=make)
 
     run_ranks(work, 2)
 

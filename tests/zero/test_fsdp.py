@@ -13,7 +13,9 @@ from lab.models.model import BabyCNN
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry
 from tests.dtensors import full_tensors
-from tests.wrappers import BATCH, Task, Trained, compare_with_one_process, gpt, mine, text, text_loss
+from tests.equivalence import Trained, compare_with_one_process, mine
+from tests.tasks import BATCH, Task, gpt, text, text_loss
+from tests.wrappers import named
 from zero.train_fsdp import Args, traffic_per_step
 
 
@@ -38,7 +40,7 @@ FROZEN = Task(frozen_gpt, text_loss, text)  # has tied weights, too
 @pytest.mark.parametrize(("n", "task"), [(1, IMAGES), (2, UNTIED), (3, FROZEN), (4, IMAGES)])
 def test_gradients_and_parameters_equal_one_process(n: int, task: Task):
     def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, "fsdp", task, (1, 3))
+        compare_with_one_process(cluster, named("fsdp"), task, (1, 3))
 
     run_ranks(work, n)
 
@@ -61,7 +63,7 @@ def test_with_every_option_gradients_are_the_same_and_all_messages_are_comms_and
         for way in ways:
             args = Args(**way)
             options = {"bf16": args.bf16, "reshard_after_forward": args.reshard_after_forward}
-            ours = Trained("fsdp", frozen_gpt(cluster.rank).float(), **options)
+            ours = Trained(named("fsdp"), frozen_gpt(cluster.rank).float(), **options)
             model = ours.model
             LEDGER.clear()
             ours.accumulate(text_loss, mine(cluster, text()), args.grad_acc_steps)
