@@ -46,7 +46,7 @@ from tests.tasks import (
     text,
     text_loss,
 )
-from tests.wrappers import TINY, Wrapper, named, select
+from tests.wrappers import TINY, Wrapper, for_each, named, select
 from training.report import replica_digests
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
@@ -57,7 +57,7 @@ STAGES = select(lesson="zero", by_torch=False, overlaps=True)
 ZERO3 = [named("zero3")]
 
 
-@pytest.mark.parametrize("wrapper", select(takes_any_model=True), ids=str)
+@for_each(select(takes_any_model=True))
 def test_two_ranks_train_as_one_process(wrapper: Wrapper):
     def work(cluster: Cluster) -> None:
         for optimizer in ("sgd", "adamw"):
@@ -66,7 +66,7 @@ def test_two_ranks_train_as_one_process(wrapper: Wrapper):
     run_ranks(work, 2, timeout=20)
 
 
-@pytest.mark.parametrize("wrapper", select(takes_any_model=True), ids=str)
+@for_each(select(takes_any_model=True))
 def test_three_ranks_train_odd_models_with_microbatches_as_one_process(wrapper: Wrapper):
     """The model has tied, frozen and unused parameters, and layers that only some ranks use."""
 
@@ -79,7 +79,7 @@ def test_three_ranks_train_odd_models_with_microbatches_as_one_process(wrapper: 
     run_ranks(work, 3, timeout=20)
 
 
-@pytest.mark.parametrize("wrapper", [*select(is_replica=True), *select(is_optimizer=True)], ids=str)
+@for_each([*select(is_replica=True), *select(is_optimizer=True)])
 def test_one_rank_may_compute_gradients_in_another_order(wrapper: Wrapper):
     def work(cluster: Cluster) -> None:
         def make(seed: int) -> nn.Module:
@@ -91,7 +91,7 @@ def test_one_rank_may_compute_gradients_in_another_order(wrapper: Wrapper):
     run_ranks(work, 2, timeout=20)
 
 
-@pytest.mark.parametrize("wrapper", select(takes_any_model=True, takes_group=True), ids=str)
+@for_each(select(takes_any_model=True, takes_group=True))
 def test_ranks_of_a_group_train_without_the_others(wrapper: Wrapper):
     """Ranks 0 and 2, and 1 and 3, have other data and other initial weights."""
 
@@ -126,7 +126,7 @@ SOME = ("position_embedding", "blocks.0.attention.q_proj", "blocks.1.mlp.up_proj
 MOST = ("token_embedding", "position_embedding", "blocks.0", "head")
 
 
-@pytest.mark.parametrize("wrapper", select(takes_full_batch=True), ids=str)
+@for_each(select(takes_full_batch=True))
 def test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process(wrapper: Wrapper):
     def work(cluster: Cluster) -> None:
         compare_with_one_process(cluster, wrapper, heads_task(), (1, 2))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -255,3 +256,8 @@ def named(name: str) -> Wrapper:
 def select(**facts: object) -> list[Wrapper]:
     """Return the rows whose attributes have these values, such as `overlaps=True`."""
     return [row for row in WRAPPERS if all(getattr(row, name) == fact for name, fact in facts.items())]
+
+
+def for_each(wrappers: list[Wrapper]) -> pytest.MarkDecorator:
+    """Run a test for each of these rows. The ids are a list, which a learner's check can read."""
+    return pytest.mark.parametrize("wrapper", wrappers, ids=[row.name for row in wrappers])

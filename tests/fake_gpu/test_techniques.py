@@ -19,7 +19,7 @@ from tests.fake_gpu.ranks import SHORT, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.run_modes import train
 from tests.tasks import Task
-from tests.wrappers import Wrapper, select
+from tests.wrappers import Wrapper, for_each, select
 
 SLOW = "0.002"  # seconds
 
@@ -30,7 +30,7 @@ def on(device: torch.device, task: Task) -> Task:
     return Task(lambda seed: task.make(seed).to(device), task.loss, batch)
 
 
-@pytest.mark.parametrize("wrapper", select(lesson="data_parallel"), ids=str)
+@for_each(select(lesson="data_parallel"))
 def test_data_parallel_equals_one_process(wrapper: Wrapper):
     def compare(cluster: Cluster) -> None:
         for task in (tasks.BRANCHES, tasks.TEXT):
@@ -39,7 +39,7 @@ def test_data_parallel_equals_one_process(wrapper: Wrapper):
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("wrapper", select(lesson="zero", by_torch=False, overlaps=True), ids=str)
+@for_each(select(lesson="zero", by_torch=False, overlaps=True))
 def test_zero_equals_one_process(wrapper: Wrapper):
     options = {} if wrapper.stage == 3 else {"bucket_mb": 0.01}
 
@@ -50,7 +50,7 @@ def test_zero_equals_one_process(wrapper: Wrapper):
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("wrapper", select(lesson="tensor_parallel"), ids=str)
+@for_each(select(lesson="tensor_parallel"))
 def test_tensor_parallel_on_gpus_equals_one_process(wrapper: Wrapper):
     def compare(cluster: Cluster) -> None:
         if not wrapper.by_torch or dist.get_backend() == "nccl":  # DTensors need it

@@ -18,7 +18,7 @@ from lab.trace.memory import live_bytes
 from tests.equivalence import Trained
 from tests.tasks import Blocks
 from tests.training.attempts import train
-from tests.wrappers import Wrapper, named, select
+from tests.wrappers import Wrapper, for_each, named, select
 from zero.memory import Held, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
@@ -131,7 +131,7 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
     assert {"forward", "backward", "communication", "optimizer", "launch"} <= kinds
 
 
-@pytest.mark.parametrize("wrapper", STAGES, ids=str)
+@for_each(STAGES)
 def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(wrapper: Wrapper):
     """A learner's stage may hold and send less than the formulas, which the lesson's own equals exactly."""
     most_sent = 3.0 if wrapper.stage == 3 else 2.0  # times (n-1)/n of the parameters' bytes
