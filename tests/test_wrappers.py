@@ -22,9 +22,9 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.blocks import recompute_blocks
 from lab.models.model import BabyCNN
-from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from tests.equivalence import Trained, compare_with_one_process, in_pairs, mine, no_sync, one_process
+from tests.on_ranks import on_ranks
 from tests.tasks import (
     BRANCHES,
     DEEP,
@@ -58,68 +58,56 @@ ZERO3 = [named("zero3")]
 
 
 @for_each(select(takes_any_model=True))
-def test_two_ranks_train_as_one_process(wrapper: Wrapper):
-    def work(cluster: Cluster) -> None:
-        for optimizer in ("sgd", "adamw"):
-            compare_with_one_process(cluster, wrapper, SHARED, (1, 1), optimizer)
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_two_ranks_train_as_one_process(cluster: Cluster, wrapper: Wrapper):
+    for optimizer in ("sgd", "adamw"):
+        compare_with_one_process(cluster, wrapper, SHARED, (1, 1), optimizer)
 
 
 @for_each(select(takes_any_model=True))
-def test_three_ranks_train_odd_models_with_microbatches_as_one_process(wrapper: Wrapper):
+@on_ranks(3, timeout=20)
+def test_three_ranks_train_odd_models_with_microbatches_as_one_process(cluster: Cluster, wrapper: Wrapper):
     """The model has tied, frozen and unused parameters, and layers that only some ranks use."""
-
-    def work(cluster: Cluster) -> None:
-        for optimizer in ("sgd", "adamw"):
-            ours = compare_with_one_process(cluster, wrapper, BRANCHES, (1, 2, 1), optimizer)
-        if wrapper.is_replica:
-            assert len(set(replica_digests(cluster, ours.model))) == 1
-
-    run_ranks(work, 3, timeout=20)
+    for optimizer in ("sgd", "adamw"):
+        ours = compare_with_one_process(cluster, wrapper, BRANCHES, (1, 2, 1), optimizer)
+    if wrapper.is_replica:
+        assert len(set(replica_digests(cluster, ours.model))) == 1
 
 
 @for_each([*select(is_replica=True), *select(is_optimizer=True)])
-def test_one_rank_may_compute_gradients_in_another_order(wrapper: Wrapper):
-    def work(cluster: Cluster) -> None:
-        def make(seed: int) -> nn.Module:
-            return EitherWay(seed, backwards=cluster.rank == 1)
+@on_ranks(2, timeout=20)
+def test_one_rank_may_compute_gradients_in_another_order(cluster: Cluster, wrapper: Wrapper):
+    def make(seed: int) -> nn.Module:
+        return EitherWay(seed, backwards=cluster.rank == 1)
 
-        each = {"bucket_mb": TINY} if wrapper.stage == 2 else {}  # and zero1 has several layers in a bucket
-        compare_with_one_process(cluster, wrapper, SIDE_BY_SIDE, (1, 1), make=make, **each)
-
-    run_ranks(work, 2, timeout=20)
+    each = {"bucket_mb": TINY} if wrapper.stage == 2 else {}  # and zero1 has several layers in a bucket
+    compare_with_one_process(cluster, wrapper, SIDE_BY_SIDE, (1, 1), make=make, **each)
 
 
 @for_each(select(takes_any_model=True, takes_group=True))
-def test_ranks_of_a_group_train_without_the_others(wrapper: Wrapper):
+@on_ranks(4, timeout=20)
+def test_ranks_of_a_group_train_without_the_others(cluster: Cluster, wrapper: Wrapper):
     """Ranks 0 and 2, and 1 and 3, have other data and other initial weights."""
-
-    def work(cluster: Cluster) -> None:
-        group, number, rank = in_pairs(cluster)
-        pair = dataclasses.replace(cluster, rank=rank, world_size=2)
-        loss = lambda model, x, _: mean_square(model, x)  # noqa: E731
-        task = Task(lambda seed: layers(10 * number + seed), loss, lambda _: (X + number, X))
-        compare_with_one_process(pair, wrapper, task, (1, 1), group=group)
-
-    run_ranks(work, 4, timeout=20)
+    group, number, rank = in_pairs(cluster)
+    pair = dataclasses.replace(cluster, rank=rank, world_size=2)
+    loss = lambda model, x, _: mean_square(model, x)  # noqa: E731
+    task = Task(lambda seed: layers(10 * number + seed), loss, lambda _: (X + number, X))
+    compare_with_one_process(pair, wrapper, task, (1, 1), group=group)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_any_number_of_ranks_trains_any_model_as_one_process(n: int):
-    def work(cluster: Cluster) -> None:
-        for wrapper in select(takes_any_model=True):
-            if n == 3:
-                compare_with_one_process(cluster, wrapper, TEXT, (2,))
-            else:
-                compare_with_one_process(cluster, wrapper, BRANCHES, (3, 1), "momentum")
-            if wrapper.clips and n == 3:
-                compare_with_one_process(cluster, wrapper, TEXT, (1, 3), "adamw", clip=0.01)
-            if wrapper.clips and n == 4:
-                compare_with_one_process(cluster, wrapper, FEW, (1, 3), "momentum")
-                compare_with_one_process(cluster, wrapper, SHARED, (1, 3), "momentum", clip=0.01)
-
-    run_ranks(work, n, timeout=120)
+@on_ranks("n", timeout=120)
+def test_any_number_of_ranks_trains_any_model_as_one_process(cluster: Cluster, n: int):
+    for wrapper in select(takes_any_model=True):
+        if n == 3:
+            compare_with_one_process(cluster, wrapper, TEXT, (2,))
+        else:
+            compare_with_one_process(cluster, wrapper, BRANCHES, (3, 1), "momentum")
+        if wrapper.clips and n == 3:
+            compare_with_one_process(cluster, wrapper, TEXT, (1, 3), "adamw", clip=0.01)
+        if wrapper.clips and n == 4:
+            compare_with_one_process(cluster, wrapper, FEW, (1, 3), "momentum")
+            compare_with_one_process(cluster, wrapper, SHARED, (1, 3), "momentum", clip=0.01)
 
 
 SOME = ("position_embedding", "blocks.0.attention.q_proj", "blocks.1.mlp.up_proj.bias", "final_norm.w")
@@ -127,68 +115,62 @@ MOST = ("token_embedding", "position_embedding", "blocks.0", "head")
 
 
 @for_each(select(takes_full_batch=True))
-def test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process(wrapper: Wrapper):
-    def work(cluster: Cluster) -> None:
-        compare_with_one_process(cluster, wrapper, heads_task(), (1, 2))
-        if not wrapper.clips:  # torch's clips by its own function
-            return
-        for frozen in (SOME, MOST):
-            task = heads_task(11, frozen=frozen, num_layers=2, tied=False)
-            compare_with_one_process(cluster, wrapper, task, (1,), clip=0.1)
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_two_ranks_divide_a_model_or_its_tokens_and_train_as_one_process(cluster: Cluster, wrapper: Wrapper):
+    compare_with_one_process(cluster, wrapper, heads_task(), (1, 2))
+    if not wrapper.clips:  # torch's clips by its own function
+        return
+    for frozen in (SOME, MOST):
+        task = heads_task(11, frozen=frozen, num_layers=2, tied=False)
+        compare_with_one_process(cluster, wrapper, task, (1,), clip=0.1)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_any_number_of_ranks_divides_a_model_or_its_tokens_and_trains_as_one_process(n: int):
-    def work(cluster: Cluster) -> None:
-        for wrapper in select(takes_full_batch=True):
-            compare_with_one_process(cluster, wrapper, heads_task(), (1, 1))
-            if n != 3:
-                continue
-            shared = {"num_kv_heads": 6, "tied": False}  # query heads stay on the rank of their keys
-            compare_with_one_process(cluster, wrapper, heads_task(12, **shared), (1,))
-            for tokens in (1, 17) if wrapper.clips else ():
-                compare_with_one_process(cluster, wrapper, heads_task(tokens, **shared), (1,), clip=0.1)
-            if wrapper.lesson == "tensor_parallel" and not wrapper.by_torch:
-                compare_with_one_process(cluster, wrapper, heads_task(), (1,), clip=0.1, overlap=False)
+@on_ranks("n", timeout=60)
+def test_any_number_of_ranks_divides_a_model_or_its_tokens_and_trains_as_one_process(
+    cluster: Cluster, n: int
+):
+    for wrapper in select(takes_full_batch=True):
+        compare_with_one_process(cluster, wrapper, heads_task(), (1, 1))
+        if n != 3:
+            continue
+        shared = {"num_kv_heads": 6, "tied": False}  # query heads stay on the rank of their keys
+        compare_with_one_process(cluster, wrapper, heads_task(12, **shared), (1,))
+        for tokens in (1, 17) if wrapper.clips else ():
+            compare_with_one_process(cluster, wrapper, heads_task(tokens, **shared), (1,), clip=0.1)
+        if wrapper.lesson == "tensor_parallel" and not wrapper.by_torch:
+            compare_with_one_process(cluster, wrapper, heads_task(), (1,), clip=0.1, overlap=False)
 
-    run_ranks(work, n, timeout=60)
 
-
-def test_gradients_are_clipped_by_the_norm_of_one_process():
+@on_ranks(2, timeout=20)
+def test_gradients_are_clipped_by_the_norm_of_one_process(cluster: Cluster):
     """Squares of all shards add up, and parameters that each rank has count once."""
-
-    def work(cluster: Cluster) -> None:
-        for wrapper in select(takes_any_model=True, clips=True):
-            compare_with_one_process(cluster, wrapper, SHARED, (1, 1), clip=0.01)
-        for wrapper in select(takes_full_batch=True, clips=True):
-            compare_with_one_process(cluster, wrapper, heads_task(), (1,), clip=1e-3)
-
-    run_ranks(work, 2, timeout=20)
+    for wrapper in select(takes_any_model=True, clips=True):
+        compare_with_one_process(cluster, wrapper, SHARED, (1, 1), clip=0.01)
+    for wrapper in select(takes_full_batch=True, clips=True):
+        compare_with_one_process(cluster, wrapper, heads_task(), (1,), clip=1e-3)
 
 
-def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result():
+@on_ranks(3, timeout=60)
+def test_bucket_sizes_patterns_options_and_a_slow_link_do_not_change_the_result(cluster: Cluster):
     def recomputed(seed: int) -> nn.Module:
         model = deep_gpt(seed)
         recompute_blocks(model)
         return model
 
-    def work(cluster: Cluster) -> None:
-        for wrapper in select(is_optimizer=True, overlaps=True):
-            options = {"bucket_mb": 4e-4, "pattern": "tree"}
-            compare_with_one_process(cluster, wrapper, BRANCHES, (2, 1), "adamw", **options)
-        ways: list[dict[str, Any]] = [{"reshard_after_forward": False, "pattern": "ring"}, {}]
-        for make, way in zip((deep_gpt, recomputed), ways, strict=True):
-            compare_with_one_process(cluster, named("zero3"), DEEP, (1, 2), "adamw", make=make, **way)
-        with slow_link.slowed(Link(0.002, 0.0)):
-            for wrapper in STAGES:
-                compare_with_one_process(cluster, wrapper, SHARED, (2, 1))
-
-    run_ranks(work, 3, timeout=60)
+    for wrapper in select(is_optimizer=True, overlaps=True):
+        options = {"bucket_mb": 4e-4, "pattern": "tree"}
+        compare_with_one_process(cluster, wrapper, BRANCHES, (2, 1), "adamw", **options)
+    ways: list[dict[str, Any]] = [{"reshard_after_forward": False, "pattern": "ring"}, {}]
+    for make, way in zip((deep_gpt, recomputed), ways, strict=True):
+        compare_with_one_process(cluster, named("zero3"), DEEP, (1, 2), "adamw", make=make, **way)
+    with slow_link.slowed(Link(0.002, 0.0)):
+        for wrapper in STAGES:
+            compare_with_one_process(cluster, wrapper, SHARED, (2, 1))
 
 
-def test_a_step_sends_what_the_formula_says_and_replicas_nothing_before_the_last_microbatch():
+@on_ranks(1, 3, 4, timeout=60)
+def test_a_step_sends_what_the_formula_says_and_replicas_nothing_before_the_last_microbatch(cluster: Cluster):
     def compare(cluster: Cluster, wrapper: Wrapper, task: Task, num_parts: int, **options: Any) -> None:
         ours = Trained(wrapper, task.make(0), "adamw", **options)
         own, before = mine(cluster, task.batch(cluster.world_size)), LEDGER.total()
@@ -205,22 +187,19 @@ def test_a_step_sends_what_the_formula_says_and_replicas_nothing_before_the_last
         formula = ours.syncing.traffic(*reductions, **({"is_clipped": is_clipped} if wrapper.clips else {}))
         assert LEDGER.total() - before == formula, (wrapper, options)
 
-    def work(cluster: Cluster) -> None:
-        for wrapper in select(takes_any_model=True):
-            if not wrapper.by_torch:
-                compare(cluster, wrapper, DEEP, 2)
-                compare(cluster, wrapper, BRANCHES, 1)
-        for wrapper in STAGES:
-            compare(cluster, wrapper, DEEP, 2, pattern="tree")
-        for wrapper in select(takes_any_model=True, stage=3):
-            half = {"reshard_after_forward": False, "compute_dtype": torch.bfloat16}
-            compare(cluster, wrapper, DEEP, 2, **half)
-
-    for world_size in (1, 3, 4):
-        run_ranks(work, world_size, timeout=60)
+    for wrapper in select(takes_any_model=True):
+        if not wrapper.by_torch:
+            compare(cluster, wrapper, DEEP, 2)
+            compare(cluster, wrapper, BRANCHES, 1)
+    for wrapper in STAGES:
+        compare(cluster, wrapper, DEEP, 2, pattern="tree")
+    for wrapper in select(takes_any_model=True, stage=3):
+        half = {"reshard_after_forward": False, "compute_dtype": torch.bfloat16}
+        compare(cluster, wrapper, DEEP, 2, **half)
 
 
-def test_fused_optimizers_find_gradients_in_the_order_of_their_parameters():
+@on_ranks(2)
+def test_fused_optimizers_find_gradients_in_the_order_of_their_parameters(cluster: Cluster):
     """channels_last permutes strides, and a fused optimizer pairs elements by their place in memory."""
 
     def trained(model: Any, module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -236,21 +215,19 @@ def test_fused_optimizers_find_gradients_in_the_order_of_their_parameters():
     def cnn() -> BabyCNN:
         return BabyCNN().double().to(memory_format=torch.channels_last)
 
-    def work(cluster: Cluster) -> None:
-        generator = torch.Generator().manual_seed(3)
-        x = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64)
-        y = torch.randint(10, (8,), generator=generator)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64)
+    y = torch.randint(10, (8,), generator=generator)
+    module = cnn()
+    expected = trained(module, module, x, y)
+    for wrapper in PLAIN:
         module = cnn()
-        expected = trained(module, module, x, y)
-        for wrapper in PLAIN:
-            module = cnn()
-            own = trained(wrapper.make(module), module, x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank])
-            assert_same(own, expected, what=f"parameter of {wrapper}")
-
-    run_ranks(work, 2)
+        own = trained(wrapper.make(module), module, x.chunk(2)[cluster.rank], y.chunk(2)[cluster.rank])
+        assert_same(own, expected, what=f"parameter of {wrapper}")
 
 
-def test_parameters_may_be_in_groups_with_their_own_options_and_a_scheduler():
+@on_ranks(2)
+def test_parameters_may_be_in_groups_with_their_own_options_and_a_scheduler(cluster: Cluster):
     options = {"lr": 0.01, "eps": 1e-3}
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -269,54 +246,49 @@ def test_parameters_may_be_in_groups_with_their_own_options_and_a_scheduler():
             optimizer.step()
             scheduler.step()
 
-    def work(cluster: Cluster) -> None:
-        reference, batch = deep_gpt(0), mine(cluster, text())
-        trained(reference, torch.optim.AdamW(groups(reference), **options), None, text())
-        for wrapper in select(is_optimizer=True):
-            model = deep_gpt(0)
-            optimizer = wrapper.make(groups(model), torch.optim.AdamW, **options)
-            trained(model, optimizer, optimizer, batch)
-            assert_same(model.state_dict(), reference.state_dict(), 1e-8, "parameter")
-        model = FullyShardedDataParallel(deep_gpt(0))
-        trained(model, torch.optim.AdamW(groups(model), **options), model, batch)
-        assert_same(model.full_state_dict(), reference.state_dict(), 1e-8, "parameter")
-
-    run_ranks(work, 2)
+    reference, batch = deep_gpt(0), mine(cluster, text())
+    trained(reference, torch.optim.AdamW(groups(reference), **options), None, text())
+    for wrapper in select(is_optimizer=True):
+        model = deep_gpt(0)
+        optimizer = wrapper.make(groups(model), torch.optim.AdamW, **options)
+        trained(model, optimizer, optimizer, batch)
+        assert_same(model.state_dict(), reference.state_dict(), 1e-8, "parameter")
+    model = FullyShardedDataParallel(deep_gpt(0))
+    trained(model, torch.optim.AdamW(groups(model), **options), model, batch)
+    assert_same(model.full_state_dict(), reference.state_dict(), 1e-8, "parameter")
 
 
-def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_training_continue():
+@on_ranks(2)
+def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_training_continue(
+    cluster: Cluster,
+):
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
 
-    def work(cluster: Cluster) -> None:
-        batch = examples(cluster.world_size)
-        for wrapper in PLAIN:
-            ours = Trained(wrapper, BRANCHES.make(cluster.rank))
-            for failing_ranks in ((0, 1), (1,)):
-                if cluster.rank in failing_ranks:
-                    hook = ours.module.first.weight.register_hook(fail)
-                    with pytest.raises(ZeroDivisionError):
-                        odd_loss(ours.model, *mine(cluster, batch)).backward()
-                    hook.remove()
-                else:
+    batch = examples(cluster.world_size)
+    for wrapper in PLAIN:
+        ours = Trained(wrapper, BRANCHES.make(cluster.rank))
+        for failing_ranks in ((0, 1), (1,)):
+            if cluster.rank in failing_ranks:
+                hook = ours.module.first.weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
                     odd_loss(ours.model, *mine(cluster, batch)).backward()
-                ours.model.finish_gradient_sync()
-                ours.model.zero_grad()
-            expected = one_process(BRANCHES.make(0), lambda model: odd_loss(model, *batch))
-            ours.accumulate(odd_loss, mine(cluster, batch), 2)
-            change = ours.step()
-            assert_same({key: change[key] for key in expected}, expected, what=f"gradient of {wrapper}")
+                hook.remove()
+            else:
+                odd_loss(ours.model, *mine(cluster, batch)).backward()
+            ours.model.finish_gradient_sync()
+            ours.model.zero_grad()
+        expected = one_process(BRANCHES.make(0), lambda model: odd_loss(model, *batch))
+        ours.accumulate(odd_loss, mine(cluster, batch), 2)
+        change = ours.step()
+        assert_same({key: change[key] for key in expected}, expected, what=f"gradient of {wrapper}")
 
-    run_ranks(work, 2)
 
-
-def test_a_copy_of_a_wrapper_with_a_group_of_its_own_sends_in_the_same_group():
-    def work(cluster: Cluster) -> None:
-        group = in_pairs(cluster)[0]
-        for wrapper in PLAIN:
-            assert copy.deepcopy(wrapper.make(nn.Linear(2, 2), group)).group is group
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_a_copy_of_a_wrapper_with_a_group_of_its_own_sends_in_the_same_group(cluster: Cluster):
+    group = in_pairs(cluster)[0]
+    for wrapper in PLAIN:
+        assert copy.deepcopy(wrapper.make(nn.Linear(2, 2), group)).group is group
 
 
 def blocks(wrapper: Wrapper) -> Trained:
@@ -497,40 +469,34 @@ REFUSED: list[tuple[Callable[[Wrapper], object], Sequence[Wrapper], str]] = [
 ]
 
 
-def test_what_would_train_wrongly_is_refused_in_a_sentence():
-    def work(cluster: Cluster) -> None:
-        for use, wrappers, sentence in REFUSED:
-            for wrapper in wrappers:
-                with pytest.raises(WorkbookError, match=sentence):
-                    use(wrapper)
-
-    run_ranks(work, 2, timeout=60)
+@on_ranks(2, timeout=60)
+def test_what_would_train_wrongly_is_refused_in_a_sentence(cluster: Cluster):
+    for use, wrappers, sentence in REFUSED:
+        for wrapper in wrappers:
+            with pytest.raises(WorkbookError, match=sentence):
+                use(wrapper)
 
 
-def test_a_refused_step_can_be_taken_after_finish_gradient_sync():
-    def work(cluster: Cluster) -> None:
-        for wrapper in (*PLAIN, named("hsdp")):
-            compared = compare_with_one_process(cluster, wrapper, SHARED, (1,))
-            compared.optimizer.zero_grad()
-            ours, x = compared.model, mine(cluster, examples(2))[0]
-            with no_sync(ours):
-                ours(x).sum().backward()
-            with pytest.raises(WorkbookError, match="Call finish_gradient_sync"):
-                compared.optimizer.step()
-            ours.finish_gradient_sync()
+@on_ranks(2)
+def test_a_refused_step_can_be_taken_after_finish_gradient_sync(cluster: Cluster):
+    for wrapper in (*PLAIN, named("hsdp")):
+        compared = compare_with_one_process(cluster, wrapper, SHARED, (1,))
+        compared.optimizer.zero_grad()
+        ours, x = compared.model, mine(cluster, examples(2))[0]
+        with no_sync(ours):
+            ours(x).sum().backward()
+        with pytest.raises(WorkbookError, match="Call finish_gradient_sync"):
             compared.optimizer.step()
+        ours.finish_gradient_sync()
+        compared.optimizer.step()
 
-    run_ranks(work, 2)
 
-
-def test_a_full_state_goes_into_another_sharded_model():
-    def work(cluster: Cluster) -> None:
-        state = Layers(3).state_dict()
-        for wrapper in select(takes_any_model=True, stage=3):
-            model = Trained(wrapper, Layers(cluster.rank)).model
-            model.load_full_state_dict(state)
-            assert_same(model.full_state_dict(), state, 0)
-            with model.gathered() as full:
-                assert_same(full.state_dict(), state, 0)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_a_full_state_goes_into_another_sharded_model(cluster: Cluster):
+    state = Layers(3).state_dict()
+    for wrapper in select(takes_any_model=True, stage=3):
+        model = Trained(wrapper, Layers(cluster.rank)).model
+        model.load_full_state_dict(state)
+        assert_same(model.full_state_dict(), state, 0)
+        with model.gathered() as full:
+            assert_same(full.state_dict(), state, 0)

@@ -17,6 +17,7 @@ import torch
 from lab.check import state_digest
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
 from tests.training.checkpoint_toys import (
     Evil,
     full,
@@ -371,22 +372,20 @@ def test_an_optimizer_goes_on_with_the_same_bits_at_the_rate_that_its_schedule_h
         run_ranks(work, 1, folder)
 
 
-def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(tmp_path):
-    def work(cluster: Cluster) -> None:
-        model = torch.nn.Linear(3, 2)
-        masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
-        sharded = ZeroOptimizer(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD)
-        for optimizer in (torch.optim.SGD(masters, 0.1), sharded):
-            assert "would not have its state" in refusal(plain_shards, model, optimizer)
-        adam = torch.optim.Adam(model.parameters())
-        checkpoints = Checkpoints(tmp_path, cluster)
-        adam.state[model.weight]["history"] = [torch.zeros(3)]
-        assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, plain_shards(model, adam))
-        adam.state[model.weight]["history"] = torch.zeros(7)
-        divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
-        assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(cluster: Cluster, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
+    sharded = ZeroOptimizer(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD)
+    for optimizer in (torch.optim.SGD(masters, 0.1), sharded):
+        assert "would not have its state" in refusal(plain_shards, model, optimizer)
+    adam = torch.optim.Adam(model.parameters())
+    checkpoints = Checkpoints(tmp_path, cluster)
+    adam.state[model.weight]["history"] = [torch.zeros(3)]
+    assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, plain_shards(model, adam))
+    adam.state[model.weight]["history"] = torch.zeros(7)
+    divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
+    assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
 
 
 def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(tmp_path):
@@ -420,16 +419,14 @@ def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infini
     assert run_ranks(work, 3) == [[0, 0, 0, -torch.inf]] * 3
 
 
-def test_a_model_whose_dtype_changes_between_two_saves_is_saved_in_the_new_one(tmp_path):
-    def work(cluster: Cluster) -> None:
-        checkpoints, third = Checkpoints(tmp_path, cluster), torch.tensor([1 / 3], dtype=torch.complex128)
-        for x in (third.real.bfloat16(), third.real.float(), third.real, third):
-            checkpoints.save(1, [StateShard("model/x", x)])
-            loaded = torch.zeros_like(x)
-            checkpoints.load(1, [StateShard("model/x", loaded)])
-            assert torch.equal(loaded, x)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_a_model_whose_dtype_changes_between_two_saves_is_saved_in_the_new_one(cluster: Cluster, tmp_path):
+    checkpoints, third = Checkpoints(tmp_path, cluster), torch.tensor([1 / 3], dtype=torch.complex128)
+    for x in (third.real.bfloat16(), third.real.float(), third.real, third):
+        checkpoints.save(1, [StateShard("model/x", x)])
+        loaded = torch.zeros_like(x)
+        checkpoints.load(1, [StateShard("model/x", loaded)])
+        assert torch.equal(loaded, x)
 
 
 def test_a_disk_that_hangs_on_one_rank_is_waited_for_no_longer_than_a_peer(tmp_path):

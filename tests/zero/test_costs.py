@@ -16,6 +16,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
 from tests.equivalence import Trained
+from tests.on_ranks import on_ranks
 from tests.tasks import Blocks
 from tests.training.attempts import train
 from tests.wrappers import Wrapper, for_each, named, select
@@ -77,24 +78,22 @@ def test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else():
         run_ranks(measure, 2, wrapper)
 
 
-def test_at_most_three_buckets_of_gradients_are_alive():
-    def work(cluster: Cluster) -> None:
-        module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
-        ours = Trained(named("zero2"), module, bucket_mb=1e-6)
-        alive: list[int] = []
+@on_ranks(2, timeout=20)
+def test_at_most_three_buckets_of_gradients_are_alive(cluster: Cluster):
+    module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
+    ours = Trained(named("zero2"), module, bucket_mb=1e-6)
+    alive: list[int] = []
 
-        def look(_: Tensor) -> None:
-            buckets = ours.optimizer.buckets
-            alive.append(sum(bucket.gradients.untyped_storage().size() > 0 for bucket in buckets))
+    def look(_: Tensor) -> None:
+        buckets = ours.optimizer.buckets
+        alive.append(sum(bucket.gradients.untyped_storage().size() > 0 for bucket in buckets))
 
-        for layer in module:
-            layer.weight.register_post_accumulate_grad_hook(look)
-        with slow_link.slowed(Link(0.003, 0.0)):
-            nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
-            ours.optimizer.finish_gradient_sync()
-        assert 1 <= max(alive) <= 3, f"{max(alive)} of {len(ours.optimizer.buckets)}"
-
-    run_ranks(work, 2, timeout=20)
+    for layer in module:
+        layer.weight.register_post_accumulate_grad_hook(look)
+    with slow_link.slowed(Link(0.003, 0.0)):
+        nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
+        ours.optimizer.finish_gradient_sync()
+    assert 1 <= max(alive) <= 3, f"{max(alive)} of {len(ours.optimizer.buckets)}"
 
 
 def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_path):
@@ -132,33 +131,30 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
 
 
 @for_each(STAGES)
-def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(wrapper: Wrapper):
+@on_ranks(2)
+def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(cluster: Cluster, wrapper: Wrapper):
     """A learner's stage may hold and send less than the formulas, which the lesson's own equals exactly."""
     most_sent = 3.0 if wrapper.stage == 3 else 2.0  # times (n-1)/n of the parameters' bytes
-
-    def work(cluster: Cluster) -> None:
-        n, module = cluster.world_size, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-        full = sum(parameter.nbytes for parameter in module.parameters())
-        before = live_bytes({})["other"] - full
-        ours = Trained(wrapper, module, "adamw")
-        for _ in range(2):
-            LEDGER.clear()
-            ours.optimizer.zero_grad()
-            ours.accumulate(total, (torch.ones(2, 64), torch.ones(2)))
-            ours.optimizer.step()
-        rows = LEDGER.rows().items()
-        sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header") / full
-        held = (live_bytes({})["other"] - before) / full
-        least = sum(astuple(formula(wrapper.stage, Held(1.0, 1.0, 2.0), n)))
-        assert held <= 1.02 * least, (
-            f"between steps a rank of {n} holds {held:.2f} times the parameters' bytes, and not {least:.2f}"
-        )
-        assert sent <= 1.02 * most_sent * (n - 1) / n, (
-            f"in a step a rank of {n} sends {sent:.2f} times the parameters' bytes, and not "
-            f"{most_sent:g} (n-1)/n = {most_sent * (n - 1) / n:.2f}"
-        )
-
-    run_ranks(work, 2)
+    n, module = cluster.world_size, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    full = sum(parameter.nbytes for parameter in module.parameters())
+    before = live_bytes({})["other"] - full
+    ours = Trained(wrapper, module, "adamw")
+    for _ in range(2):
+        LEDGER.clear()
+        ours.optimizer.zero_grad()
+        ours.accumulate(total, (torch.ones(2, 64), torch.ones(2)))
+        ours.optimizer.step()
+    rows = LEDGER.rows().items()
+    sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header") / full
+    held = (live_bytes({})["other"] - before) / full
+    least = sum(astuple(formula(wrapper.stage, Held(1.0, 1.0, 2.0), n)))
+    assert held <= 1.02 * least, (
+        f"between steps a rank of {n} holds {held:.2f} times the parameters' bytes, and not {least:.2f}"
+    )
+    assert sent <= 1.02 * most_sent * (n - 1) / n, (
+        f"in a step a rank of {n} sends {sent:.2f} times the parameters' bytes, and not "
+        f"{most_sent:g} (n-1)/n = {most_sent * (n - 1) / n:.2f}"
+    )
 
 
 def test_the_formula_gives_the_gigabytes_of_the_papers_figure_1():
