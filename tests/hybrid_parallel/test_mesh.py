@@ -25,6 +25,7 @@ from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.hybrid_parallel.equivalence import gpt
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal
 
 GPT = GPTConfig(num_layers=8, num_heads=6, width=24)
 
@@ -202,12 +203,8 @@ def test_sizes_that_make_no_sense_are_refused_in_a_sentence(
         refuse_sizes(ParallelSizes(**sizes), config, 24, 4, experts)
 
 
-def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes():
-    def work(cluster: Cluster) -> str:
-        x = torch.zeros(2, 12, dtype=torch.long)
-        with pytest.raises(WorkbookError) as refusal:
-            put_on_mesh(gpt(num_layers=1), Mesh(cluster, ParallelSizes(pipeline=2)), x, torch.optim.SGD)
-        return str(refusal.value)
-
-    [sentence] = set(run_ranks(work, 2))
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes(cluster: Cluster):
+    mesh, x = Mesh(cluster, ParallelSizes(pipeline=2)), torch.zeros(2, 12, dtype=torch.long)
+    sentence = refusal(put_on_mesh, gpt(num_layers=1), mesh, x, torch.optim.SGD)
     assert sentence == "2 stages need at least as many layers, and the model has 1."

@@ -17,7 +17,6 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from low_communication.train_diloco import StreamingDiLoCo, divide_in_order
 from low_communication.train_diloco_plain import DiLoCo
@@ -264,29 +263,22 @@ def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks(cluster: Cl
     assert_same(found, expected, 1e-6, "parameter of layer")
 
 
-def test_what_is_sent_is_rounded_and_no_more():
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@on_ranks(3)
+def test_what_is_sent_is_rounded_and_no_more(cluster: Cluster, wire: str):
     """bf16 rounds a change by 1/256 of it at most, and each sum of a ring again; int8 by 1/254, twice."""
-
-    def work(cluster: Cluster, wire: str) -> None:
-        task, n = Task("gpt", 3), 3
-        workers = Workers(task, adamw)
-        model = StreamingDiLoCo(task.make(cluster.rank), 2, wire=wire, outer_lr=1.0, outer_momentum=0.0)
-        optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
-        for step in range(2):
-            workers.step()
-            train_step(cluster, task, model, optimizer, step)
-            model.after_step()
-        assert_replicas_equal(cluster, model, wire)
-        largest = max(
-            (named[name] - start[name]).abs().max().item() for named in workers.named for name in start
-        )
-        off = max(
-            (model.module.get_parameter(name) - workers.mean(name)).abs().max().item() for name in start
-        )
-        assert 0 < off <= largest * {"bf16": (n + 1) / 256, "int8": 1.01 / 127}[wire]
-
-    for wire in ("bf16", "int8"):
-        run_ranks(work, 3, wire)
+    task, n = Task("gpt", 3), 3
+    workers = Workers(task, adamw)
+    model = StreamingDiLoCo(task.make(cluster.rank), 2, wire=wire, outer_lr=1.0, outer_momentum=0.0)
+    optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
+    for step in range(2):
+        workers.step()
+        train_step(cluster, task, model, optimizer, step)
+        model.after_step()
+    assert_replicas_equal(cluster, model, wire)
+    largest = max((named[name] - start[name]).abs().max().item() for named in workers.named for name in start)
+    off = max((model.module.get_parameter(name) - workers.mean(name)).abs().max().item() for name in start)
+    assert 0 < off <= largest * {"bf16": (n + 1) / 256, "int8": 1.01 / 127}[wire]
 
 
 @on_ranks(3)

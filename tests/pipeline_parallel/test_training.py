@@ -46,6 +46,7 @@ from tests.pipeline_parallel.equivalence import (
     vectors,
 )
 from tests.pipeline_parallel.rows import parse_row
+from tests.refusals import refusal
 from training.evaluation import evaluating
 
 forked.preload("pipeline_parallel.train_torch_pipelining")
@@ -354,13 +355,6 @@ def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process(clu
     assert "model/token_embedding.weight" in names
 
 
-def sentence_of(call) -> str:
-    with pytest.raises(WorkbookError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
     def shared_by_three() -> nn.Module:
         model = MLP([4, 4, 4, 4])
@@ -378,7 +372,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
             lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
             lambda: pipeline.step(x[:3], y[:3]),
         ]
-        return [sentence_of(call) for call in calls]
+        return [refusal(call) for call in calls]
 
     first, *others = run_ranks(work, 3)
     assert all(other == first for other in others)
@@ -397,7 +391,7 @@ def test_a_rank_without_parameters_is_refused_on_all_ranks():
     def work(cluster: Cluster) -> str:
         model = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
         stages = [Stage(nn.Sequential(*model), [part]) for part in parts_of(nn.Sequential(*model))]
-        return sentence_of(lambda: OwnStages(stages, 2, nn.functional.mse_loss, torch.ones(2, 4)))
+        return refusal(OwnStages, stages, 2, nn.functional.mse_loss, torch.ones(2, 4))
 
     assert set(run_ranks(work, 3)) == {"Rank 1 would have no parameters to train: cut fewer stages."}
 
@@ -411,6 +405,6 @@ def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence(cluster: 
     ):
         (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
         stages = balanced_stages(gpt(num_layers=6), len(rank_of))
-        with pytest.raises(WorkbookError, match=sentence) as refusal:
+        with pytest.raises(WorkbookError, match=sentence) as refused:
             TorchPipeline(stages, name, microbatches, x[:1], rank_of)
-        assert "\n" not in str(refusal.value)
+        assert "\n" not in str(refused.value)

@@ -22,6 +22,7 @@ from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests import dtensors
 from tests.equivalence import compare_with_one_process
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal, the_one_sentence
 from tests.tasks import Task
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
 from tests.wrappers import named
@@ -75,19 +76,19 @@ def test_an_optimizer_made_before_parallelize_trains_the_shards_and_replicas_sta
         assert len(replicated) == 9 and len(set(replica_digests(cluster, replicated))) == 1
 
 
-def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model():
-    def measure(cluster: Cluster, tied: bool) -> None:
-        sizes = {name: parameter.nbytes for name, parameter in gpt(tied=tied).named_parameters()}
-        before = live_bytes({})["other"]
-        model = parallelize(gpt(tied=tied), None, sequence_parallel=tied)
-        held = live_bytes({"parameters": model.parameters()})
-        padding = (2 - tied) * 3 * 24 * 8  # 61 entries are padded to 64 on 4 ranks
-        cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
-        replicated = sum(size for name, size in sizes.items() if name not in model.dims)
-        assert held == {"parameters": cut // 4 + replicated, "other": before}
-
-    for tied in (False, True):
-        run_ranks(measure, 4, tied)
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model(
+    cluster: Cluster, tied: bool
+):
+    sizes = {name: parameter.nbytes for name, parameter in gpt(tied=tied).named_parameters()}
+    before = live_bytes({})["other"]
+    model = parallelize(gpt(tied=tied), None, sequence_parallel=tied)
+    held = live_bytes({"parameters": model.parameters()})
+    padding = (2 - tied) * 3 * 24 * 8  # 61 entries are padded to 64 on 4 ranks
+    cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
+    replicated = sum(size for name, size in sizes.items() if name not in model.dims)
+    assert held == {"parameters": cut // 4 + replicated, "other": before}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -132,11 +133,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
     }
 
     def refuse(cluster: Cluster) -> list[str]:
-        sentences = []
-        for make in cases.values():
-            with pytest.raises(WorkbookError) as error:
-                make()
-            sentences.append(str(error.value))
+        sentences = [refusal(make) for make in cases.values()]
         for sequence_parallel in (False, True):
             model = parallelize(gpt(num_layers=1), None, sequence_parallel)
             with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
@@ -161,13 +158,9 @@ def test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary(cl
 
 def test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks():
     def work(cluster: Cluster) -> str:
-        x, _ = text()
-        with pytest.raises(WorkbookError) as refusal:
-            parallelize(gpt(0))(x + cluster.rank)
-        return str(refusal.value)
+        return refusal(parallelize(gpt(0)), text()[0] + cluster.rank)
 
-    [sentence] = set(run_ranks(work, 2))
-    assert "different inputs" in sentence
+    assert "different inputs" in the_one_sentence(run_ranks(work, 2))
 
 
 @on_ranks(2)
@@ -198,25 +191,25 @@ def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
     return loss.detach().full_tensor()
 
 
-def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says():
-    def compare(cluster: Cluster, sequence_parallel: bool) -> None:
-        x, y = text(16)
-        native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
-        before = LEDGER.total()
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
+    cluster: Cluster, sequence_parallel: bool
+):
+    x, y = text(16)
+    native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
+    before = LEDGER.total()
+    one_backward(native, x, y)
+    native.finish_gradient_sync()
+    assert LEDGER.total() == before  # outside of by_comm() nothing is counted
+    untouched = gradients(native.module)
+    native.zero_grad()
+    with by_comm():
         one_backward(native, x, y)
         native.finish_gradient_sync()
-        assert LEDGER.total() == before  # outside of by_comm() nothing is counted
-        untouched = gradients(native.module)
-        native.zero_grad()
-        with by_comm():
-            one_backward(native, x, y)
-            native.finish_gradient_sync()
-        assert LEDGER.total() - before == native.traffic(x.shape)
-        found = dtensors.full_tensors(gradients(native.module))
-        assert_same(found, dtensors.full_tensors(untouched), 0)
-
-    for sequence_parallel in (False, True):
-        run_ranks(compare, 2, sequence_parallel)
+    assert LEDGER.total() - before == native.traffic(x.shape)
+    found = dtensors.full_tensors(gradients(native.module))
+    assert_same(found, dtensors.full_tensors(untouched), 0)
 
 
 def test_sizes_that_do_not_divide_are_refused_in_one_sentence():

@@ -18,12 +18,12 @@ from lab.check import state_digest
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal, the_one_sentence
 from tests.training.checkpoint_toys import (
     Evil,
     full,
     load,
     load_step,
-    refusal,
     save,
     save_once,
     shards_of_rank,
@@ -184,7 +184,7 @@ def test_a_write_that_fails_is_named_by_all_ranks_at_the_next_save(tmp_path):
         checkpoints.save(1, shards)
         return refusal(checkpoints.save, 2, shards)
 
-    [sentence] = set(run_ranks(work, 2))
+    sentence = the_one_sentence(run_ranks(work, 2))
     assert sentence.startswith(f"cannot save the checkpoint {tmp_path / 'step-1'}: on rank 1, ")
     assert "File too large" in sentence
 
@@ -220,11 +220,11 @@ def test_damage_is_named_by_all_ranks_with_a_way_out_and_no_file_runs_code(tmp_p
         return refusal(load_step, Checkpoints(tmp_path, cluster), cluster, 2)
 
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    [damaged] = set(run_ranks(refused, 2))
+    damaged = the_one_sentence(run_ranks(refused, 2))
     torch.save(Evil(), path)
-    [evil] = set(run_ranks(refused, 2))
+    evil = the_one_sentence(run_ranks(refused, 2))
     path.unlink()
-    [missing] = set(run_ranks(refused, 2))
+    missing = the_one_sentence(run_ranks(refused, 2))
     for said in (damaged, evil, missing):
         assert said == f"{path} is damaged; remove {path.parent} to resume from an earlier checkpoint"
     shutil.rmtree(path.parent)

@@ -14,7 +14,8 @@ from lab.launch.errors import Complete
 from lab.models.model import SIZES
 from lab.ranks import run_ranks
 from tests.on_ranks import on_ranks
-from tests.training.attempts import STEPS, interrupted, refusal, the_one_sentence, train
+from tests.refusals import the_one_sentence
+from tests.training.attempts import STEPS, interrupted, refusal, train
 from training.checkpoint import MANIFEST
 from training.run import Run
 

@@ -17,8 +17,9 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from lab.trace import timeline
 from tests.on_ranks import on_ranks
+from tests.refusals import the_one_sentence
 from tests.run_modes import without_measuring
-from tests.training.attempts import STEPS, refusal, the_one_sentence, train
+from tests.training.attempts import STEPS, refusal, train
 from training.arguments import Args
 from training.checkpoint import Checkpoints, complete_steps
 from training.finite import not_finite

@@ -21,6 +21,7 @@ from tests.expert_parallel import equivalence as experts
 from tests.hybrid_parallel import equivalence as hybrid
 from tests.on_ranks import on_ranks
 from tests.pipeline_parallel import equivalence as pipelines
+from tests.refusals import refusal
 from tests.wrappers import select
 from training.valid_targets import valid_targets
 from zero.train_zero3 import FullyShardedDataParallel
@@ -138,13 +139,10 @@ def test_gradients_of_a_mesh_are_those_of_one_process(every: list[Sizes]):
     run_ranks(work, every[0].world_size)
 
 
-def test_a_step_without_a_valid_target_is_refused_on_all_ranks():
-    def work(cluster: Cluster) -> str:
-        with pytest.raises(WorkbookError) as refusal:
-            valid_targets(torch.full((4,), IGNORED))
-        return str(refusal.value)
-
-    assert run_ranks(work, 2) == ["All targets of this step are -100: there is nothing to train on."] * 2
+@on_ranks(2)
+def test_a_step_without_a_valid_target_is_refused_on_all_ranks(cluster: Cluster):
+    sentence = refusal(valid_targets, torch.full((4,), IGNORED))
+    assert sentence == "All targets of this step are -100: there is nothing to train on."
 
 
 @on_ranks(2)

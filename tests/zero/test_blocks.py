@@ -16,6 +16,7 @@ from lab.ranks import run_ranks
 from lab.trace.memory import live_bytes
 from tests.equivalence import Trained, compare_with_one_process, mine, one_process
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal, the_one_sentence
 from tests.tasks import Blocks, Task, deep_gpt, text, text_loss
 from tests.wrappers import named
 from training.state_shards import plain_shards
@@ -186,12 +187,10 @@ def test_ranks_that_run_different_blocks_are_refused_on_all_ranks():
         model = FullyShardedDataParallel(Blocks())
         blocks = model.module.blocks
         model.module.forward = lambda x: blocks[2 * cluster.rank](blocks[0](x))
-        with torch.no_grad(), pytest.raises(WorkbookError) as refusal:
-            model(torch.ones(2, 8))
-        return str(refusal.value)
+        with torch.no_grad():
+            return refusal(model, torch.ones(2, 8))
 
-    [sentence] = set(run_ranks(work, 2))
-    assert "gather the same units" in sentence
+    assert "gather the same units" in the_one_sentence(run_ranks(work, 2))
 
 
 @on_ranks(2)
