@@ -116,16 +116,14 @@ def test_what_is_counted_equals_the_formula():
         run_ranks(count, n)
 
 
-def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them():
-    def look(cluster) -> list[list[int]]:
-        seen = [hosts_of(peer_wire(None))]
-        for names in ("aabb", "abab", "baab"):
-            with mock.patch.dict("os.environ", {VARIABLE: names[cluster.rank]}):
-                seen.append(hosts_of(peer_wire(dist.new_group(range(4)))))
-        return seen
-
+@on_ranks(4)
+def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them(cluster):
     expected = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]]
-    assert run_ranks(look, 4) == [expected] * 4
+    seen = [hosts_of(peer_wire(None))]
+    for names in ("aabb", "abab", "baab"):
+        with mock.patch.dict("os.environ", {VARIABLE: names[cluster.rank]}):
+            seen.append(hosts_of(peer_wire(dist.new_group(range(4)))))
+    assert seen == expected
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused_on_all_ranks():

@@ -239,28 +239,25 @@ def test_a_message_of_another_size_is_a_sentence_and_never_garbage(transport: st
 
 
 @linux
-def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind():
-    def open_files(cluster) -> list[int]:
-        counts = []
-        for _ in range(4):
-            group = dist.new_group([0, 1, 2])
-            left, right = (cluster.rank - 1) % 3, (cluster.rank + 1) % 3
-            for size in SIZES:
-                arriving = irecv(torch.zeros(size, dtype=torch.uint8), left, group)
-                isend(pattern(size, 0), right, group).wait()
-                arriving.wait()
-            dist.destroy_process_group(group)
-            del group, arriving
-            deadline = time.monotonic() + 10
-            while any(one.name == "messages" for one in threading.enumerate()):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            gc.collect()
-            counts.append(len(local_files()))
-        return counts
-
-    for counts in run_ranks(open_files, 3):
-        assert len(set(counts)) == 1
+@on_ranks(3)
+def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind(cluster):
+    counts = []
+    for _ in range(4):
+        group = dist.new_group([0, 1, 2])
+        left, right = (cluster.rank - 1) % 3, (cluster.rank + 1) % 3
+        for size in SIZES:
+            arriving = irecv(torch.zeros(size, dtype=torch.uint8), left, group)
+            isend(pattern(size, 0), right, group).wait()
+            arriving.wait()
+        dist.destroy_process_group(group)
+        del group, arriving
+        deadline = time.monotonic() + 10
+        while any(one.name == "messages" for one in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        gc.collect()
+        counts.append(len(local_files()))
+    assert len(set(counts)) == 1
 
 
 def local_files() -> list[str]:

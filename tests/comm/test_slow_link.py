@@ -95,14 +95,12 @@ def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(cluster, 
     assert event.args["bytes"] == 12
 
 
-def test_few_messages_win_for_small_tensors_and_few_bytes_for_large_ones():
-    def choose(cluster) -> list[str]:
-        with replaced("comm.cost.link_of", lambda group: Link(1e-4, 1e-9)):
-            sizes = (1, 1000, 10_000, MIB, 64 * MIB)
-            return [pattern_for("all_reduce", "auto", size) for size in sizes]
-
-    for chosen in run_ranks(choose, 3):
-        assert chosen == ["flat"] * 3 + ["pipelined_ring"] * 2
+@on_ranks(3)
+def test_few_messages_win_for_small_tensors_and_few_bytes_for_large_ones(cluster):
+    with replaced("comm.cost.link_of", lambda group: Link(1e-4, 1e-9)):
+        sizes = (1, 1000, 10_000, MIB, 64 * MIB)
+        chosen = [pattern_for("all_reduce", "auto", size) for size in sizes]
+    assert chosen == ["flat"] * 3 + ["pipelined_ring"] * 2
 
 
 def test_a_link_is_measured_once_on_all_ranks_alike_and_not_counted():

@@ -217,20 +217,6 @@ def test_an_outer_rate_of_1_without_momentum_is_local_sgd(cluster: Cluster):
         assert_same(parameters(diloco), parameters(local), what=f"parameter, step {step},")
 
 
-@on_ranks(2)
-def test_streaming_without_its_options_is_plain_diloco(cluster: Cluster):
-    task = Task("gpt", 2)
-    streaming, plain = StreamingDiLoCo(task.make(0), 2), DiLoCo(task.make(0))
-    optimizers = [sgd(model.parameters()) for model in (streaming, plain)]
-    for step in range(4):
-        for model, optimizer in zip((streaming, plain), optimizers, strict=True):
-            train_step(cluster, task, model, optimizer, step)
-        streaming.after_step()
-        if step % 2:
-            plain.outer_step()
-        assert_same(parameters(streaming), parameters(plain), what=f"parameter, step {step},")
-
-
 @pytest.mark.parametrize("kind", ["local SGD", "DiLoCo"])
 @on_ranks(4)
 def test_the_mean_is_over_the_ranks_of_a_group(cluster: Cluster, kind: str):

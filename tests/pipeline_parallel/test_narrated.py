@@ -8,6 +8,7 @@ from lab.cluster import Cluster
 from lab.trace import timeline
 from lab.trace.observer import observe_module
 from pipeline_parallel.actions import table_text
+from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 from pipeline_parallel.stage import balanced_stages
@@ -15,6 +16,16 @@ from pipeline_parallel.train_1f1b_by_hand import OneForwardOneBackward
 from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_model_parallel import ModelParallel
 from tests.on_ranks import on_ranks
+
+
+def noted_step(lesson: OwnStages, x: Tensor, y: Tensor) -> tuple[Tensor | None, list[str]]:
+    """Do a step; return its loss and the order of its actions, which the timeline of a script has, too."""
+    for stage, describe in lesson.observed():
+        observe_module(stage, describe)
+    timeline.start_recording()
+    loss = lesson.step(x, y)
+    done = [event.args for event in timeline.recorded() if "action" in event.args]
+    return loss, [f"{args['action']}{args['microbatch']}" for args in done]
 
 
 def one_process(
@@ -65,14 +76,7 @@ def test_gpipe_by_hand_equals_one_process(cluster: Cluster):
     lesson = AllForwardAllBackward(
         balanced_stages(model, 4), microbatches=6, loss_of=cross_entropy, example=x[:2]
     )
-
-    # Note the order of the actions, as the timeline of a script does.
-    for stage, describe in lesson.observed():
-        observe_module(stage, describe)
-    timeline.start_recording()
-    loss = lesson.step(x, y)
-    done = [event.args for event in timeline.recorded() if "action" in event.args]
-    order = [f"{args['action']}{args['microbatch']}" for args in done]
+    loss, order = noted_step(lesson, x, y)
     assert order == ["F0", "F1", "F2", "F3", "F4", "F5", "B0", "B1", "B2", "B3", "B4", "B5"]
 
     # The mean of the microbatches' means is the batch's mean, and the same holds for the gradients.
@@ -94,14 +98,7 @@ def test_one_f_one_b_by_hand_equals_one_process(cluster: Cluster):
     lesson = OneForwardOneBackward(
         balanced_stages(model, 3), microbatches=4, loss_of=cross_entropy, example=x[:2]
     )
-
-    # Note the order of the actions, as the timeline of a script does.
-    for stage, describe in lesson.observed():
-        observe_module(stage, describe)
-    timeline.start_recording()
-    loss = lesson.step(x, y)
-    done = [event.args for event in timeline.recorded() if "action" in event.args]
-    order = [f"{args['action']}{args['microbatch']}" for args in done]
+    loss, order = noted_step(lesson, x, y)
     assert order == rows[cluster.rank].split()
 
     # A forward makes activations, and the backward of its microbatch frees them: at most 3, 2 and 1 are

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from lab.check import state_digest
@@ -262,17 +263,13 @@ def test_a_checkpoint_of_another_format_or_model_is_refused_by_all_ranks(tmp_pat
     assert "has the format 'workbook 9', and this program reads" in refusal(read_manifest, tmp_path, 1)
 
 
-def test_shards_that_leave_an_element_out_or_overlap_make_no_checkpoint(tmp_path):
-    def work(cluster: Cluster) -> list[str]:
-        x, said = torch.zeros(5), []
-        for starts in ((0, 6), (0, 4)):
-            checkpoints = Checkpoints(tmp_path, cluster)
-            shards = [StateShard("model/x", x, (10,), box=(10,), start=starts[cluster.rank])]
-            said.append(refusal(checkpoints.save, 1, shards))
-        return said
-
-    for said in run_ranks(work, 2):
-        assert said == ["the shards of model/x leave out some of its elements, or have some twice"] * 2
+@pytest.mark.parametrize("starts", [(0, 6), (0, 4)])
+@on_ranks(2)
+def test_shards_that_leave_an_element_out_or_overlap_make_no_checkpoint(cluster: Cluster, starts, tmp_path):
+    checkpoints = Checkpoints(tmp_path, cluster)
+    shards = [StateShard("model/x", torch.zeros(5), (10,), box=(10,), start=starts[cluster.rank])]
+    sentence = refusal(checkpoints.save, 1, shards)
+    assert sentence == "the shards of model/x leave out some of its elements, or have some twice"
     assert complete_steps(tmp_path) == []
 
 
@@ -388,35 +385,31 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(clus
     assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
 
 
-def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(tmp_path):
-    def work(cluster: Cluster) -> list[int]:
-        block = torch.nn.Linear(3, 3)
-        optimizer, checkpoints = torch.optim.AdamW(block.parameters()), Checkpoints(tmp_path, cluster)
-        for step in range(2):
-            if step and cluster.rank:
-                block(torch.ones(3)).sum().backward()
-                optimizer.step()
-            own = [
-                trained_shards(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()
-            ]
-            checkpoints.save(step, [shard for shards in own for shard in shards])
-        checkpoints.wait()
-        return [len(checkpoints.find(step).tensors) for step in range(2)]
-
-    assert run_ranks(work, 2) == [[4, 10]] * 2
+@on_ranks(2)
+def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(cluster: Cluster, tmp_path):
+    block = torch.nn.Linear(3, 3)
+    optimizer, checkpoints = torch.optim.AdamW(block.parameters()), Checkpoints(tmp_path, cluster)
+    for step in range(2):
+        if step and cluster.rank:
+            block(torch.ones(3)).sum().backward()
+            optimizer.step()
+        own = [trained_shards(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()]
+        checkpoints.save(step, [shard for shards in own for shard in shards])
+    checkpoints.wait()
+    assert [len(checkpoints.find(step).tensors) for step in range(2)] == [4, 10]
 
 
-def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infinite(tmp_path):
-    def work(cluster: Cluster) -> list[float]:
-        model = torch.nn.Module()
-        for name in ("mean", "var", "count"):
-            model.register_buffer(name, torch.full((2,), float(cluster.rank)))
-        model.register_buffer("mask", torch.full((2,), -torch.inf))
-        model.register_buffer("cache", torch.zeros(9 + cluster.rank), persistent=False)
-        save_once(cluster, tmp_path, buffer_shards(model)).load(1, buffer_shards(model))
-        return [buffer[0].item() for buffer in model.state_dict().values()]
-
-    assert run_ranks(work, 3) == [[0, 0, 0, -torch.inf]] * 3
+@on_ranks(3)
+def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infinite(
+    cluster: Cluster, tmp_path
+):
+    model = torch.nn.Module()
+    for name in ("mean", "var", "count"):
+        model.register_buffer(name, torch.full((2,), float(cluster.rank)))
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    model.register_buffer("cache", torch.zeros(9 + cluster.rank), persistent=False)
+    save_once(cluster, tmp_path, buffer_shards(model)).load(1, buffer_shards(model))
+    assert [buffer[0].item() for buffer in model.state_dict().values()] == [0, 0, 0, -torch.inf]
 
 
 @on_ranks(1)
