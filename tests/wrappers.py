@@ -50,7 +50,7 @@ class Wrapper:
     takes_any_model: bool = True  # with tied, frozen and unused parameters, and blocks that run twice
     takes_full_batch: bool = False  # each rank has all of it, because the model or the tokens are divided
     takes_group: bool = True
-    overlaps: bool = False  # it sends while the backward computes
+    overlaps: bool = False  # it sends gradients of parameters while the backward computes
     clips: bool = False  # it has a clip_grad_norm_, because no rank has all gradients
 
     def __str__(self) -> str:
@@ -204,7 +204,16 @@ WRAPPERS = (
         overlaps=True,
         clips=True,
     ),
-    Wrapper("fsdp", "zero", fsdp, by_torch=True, stage=3, takes_any_model=False, takes_group=False),
+    Wrapper(
+        "fsdp",
+        "zero",
+        fsdp,
+        by_torch=True,
+        stage=3,
+        takes_any_model=False,
+        takes_group=False,
+        overlaps=True,
+    ),
     Wrapper(
         "tensor",
         "tensor_parallel",
