@@ -154,6 +154,10 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']['exception']['description']}")
         return answer["result"].get("value")
 
+    def json(self, expression: str) -> Any:
+        """The value of a JavaScript expression, in which a number that is none is None."""
+        return json.loads(self.js(f"JSON.stringify({expression})"))
+
     def until(self, expression: str, seconds: float = PATIENCE) -> None:
         """Wait until the expression is true."""
         deadline = time.monotonic() + seconds

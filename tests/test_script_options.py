@@ -20,6 +20,7 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import forked, run_ranks
 from pipeline_parallel.analysis import compare, theory
 from pipeline_parallel.schedules import stages_per_rank
+from tests.on_ranks import on_ranks
 from tests.run_modes import train
 
 forked.preload("pipeline_parallel.train_zero_bubble", "pipeline_parallel.train_interleaved")
@@ -185,21 +186,21 @@ REFUSED: list[tuple[int, str, str]] = [
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_options_that_do_not_fit_are_refused_in_a_sentence_on_all_ranks(n: int, tmp_path: Path):
+@on_ranks("n", timeout=60)
+def test_options_that_do_not_fit_are_refused_in_a_sentence_on_all_ranks(
+    cluster: Cluster, n: int, tmp_path: Path
+):
     folder = tmp_path / "new"
 
-    def work(cluster: Cluster) -> None:
-        os.environ[VARIABLE] = "aab"[cluster.rank] if n == 3 else "a"
-        for ranks, words, sentence in REFUSED:
-            if ranks == n:
-                options = ("--checkpoint", str(folder)) if words.startswith("expert") else ()
-                mode, *own = words.split()
-                with pytest.raises(WorkbookError, match=f"^{sentence}") as refusal:
-                    train(cluster, mode, *SHORT, *own, *options)
-                assert "\n" not in str(refusal.value)
-        assert not folder.exists()
-
-    run_ranks(work, n, timeout=60)
+    os.environ[VARIABLE] = "aab"[cluster.rank] if n == 3 else "a"
+    for ranks, words, sentence in REFUSED:
+        if ranks == n:
+            options = ("--checkpoint", str(folder)) if words.startswith("expert") else ()
+            mode, *own = words.split()
+            with pytest.raises(WorkbookError, match=f"^{sentence}") as refusal:
+                train(cluster, mode, *SHORT, *own, *options)
+            assert "\n" not in str(refusal.value)
+    assert not folder.exists()
 
 
 def test_on_two_ranks_all_wrappers_end_with_the_same_bits_and_microbatches_change_rounding_only():
@@ -273,17 +274,17 @@ def test_replicas_that_train_alone_drift_apart_and_one_does_not(capfd):
     assert re.findall(r"│ (\d+) +│ \d\.\d{3} +│", captured.err) == ["1"]  # no epoch after the last step
 
 
-def test_numbers_out_of_range_and_a_batch_that_ranks_that_train_alone_do_not_divide_are_refused():
-    def work(cluster: Cluster) -> None:
-        for name, value, sentence in (
-            ("steps", -1, r"--steps -1: .*\."),
-            ("epochs", -1, r"--epochs -1: .*\."),
-            ("batch_size", 25, "2 ranks cannot share a batch of 25 .* equally; .* such as --batch-size 26"),
-        ):
-            with pytest.raises(WorkbookError, match=sentence):
-                train_alone.main(cluster, train_alone.Args(**{name: value}))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_numbers_out_of_range_and_a_batch_that_ranks_that_train_alone_do_not_divide_are_refused(
+    cluster: Cluster,
+):
+    for name, value, sentence in (
+        ("steps", -1, r"--steps -1: .*\."),
+        ("epochs", -1, r"--epochs -1: .*\."),
+        ("batch_size", 25, "2 ranks cannot share a batch of 25 .* equally; .* such as --batch-size 26"),
+    ):
+        with pytest.raises(WorkbookError, match=sentence):
+            train_alone.main(cluster, train_alone.Args(**{name: value}))
 
 
 def test_documents_change_the_loss_and_cuts_kernels_attentions_and_ranks_do_not():
@@ -299,14 +300,12 @@ def test_documents_change_the_loss_and_cuts_kernels_attentions_and_ranks_do_not(
     assert documents[0] != pytest.approx(rings[0], rel=1e-5)
 
 
-def test_under_the_metronome_a_rings_messages_are_those_of_training_and_nothing_is_trained():
-    def work(cluster: Cluster) -> None:
-        trained = run(cluster, "context_ring --length 20 --cut contiguous")
-        clocked = run(cluster, "context_ring --length 20 --cut contiguous --metronome 4ms")
-        assert clocked["bytes_sent"] == trained["bytes_sent"] > 0
-        assert clocked["last_loss"] is None
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_under_the_metronome_a_rings_messages_are_those_of_training_and_nothing_is_trained(cluster: Cluster):
+    trained = run(cluster, "context_ring --length 20 --cut contiguous")
+    clocked = run(cluster, "context_ring --length 20 --cut contiguous --metronome 4ms")
+    assert clocked["bytes_sent"] == trained["bytes_sent"] > 0
+    assert clocked["last_loss"] is None
 
 
 PIPELINES = {

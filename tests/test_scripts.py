@@ -15,6 +15,7 @@ import pytest
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
 from tests.run_modes import FIELDS, SCRIPTS, offers, train
 
 SHORT = ("--size", "tiny", "--batch-size", "8", "--lr", "3e-3", "--seed", "1")
@@ -40,7 +41,7 @@ def short(cluster: Cluster, mode: str, *options: str) -> dict[str, Any]:
     return train(cluster, mode, *SHORT, *OPTIONS.get(mode, ()), *options)
 
 
-def on_ranks(world_size: int, folder: Path | None = None, resume: bool = False) -> Reports:
+def reports_on(world_size: int, folder: Path | None = None, resume: bool = False) -> Reports:
     def work(cluster: Cluster) -> dict[str, dict[str, Any]]:
         found = {}
         for mode in TRAINED:
@@ -62,7 +63,7 @@ def everyones() -> dict[int, Reports]:
     """Return the reports of all ranks, by their number."""
     folder = Path(tempfile.mkdtemp())
     try:
-        return {1: on_ranks(1), 4: on_ranks(4, folder), 2: on_ranks(2, folder, resume=True)}
+        return {1: reports_on(1), 4: reports_on(4, folder), 2: reports_on(2, folder, resume=True)}
     finally:
         shutil.rmtree(folder)
 
@@ -125,11 +126,9 @@ def test_a_tree_carries_all_messages_if_it_is_chosen():
             assert "tree" in patterns or patterns == {"direct"}, mode
 
 
-def test_ranks_with_different_arguments_are_refused_by_all_with_the_option_and_the_ranks():
-    def work(cluster: Cluster) -> None:
-        for mode in TRAINED:
-            own = ("--lr", "0.5") if cluster.rank == 1 else ()
-            with pytest.raises(WorkbookError, match=r"^--lr is 0.003 on rank 0 and 0.5 on rank 1: start"):
-                short(cluster, mode, *own)
-
-    run_ranks(work, 2, timeout=120)
+@on_ranks(2, timeout=120)
+def test_ranks_with_different_arguments_are_refused_by_all_with_the_option_and_the_ranks(cluster: Cluster):
+    for mode in TRAINED:
+        own = ("--lr", "0.5") if cluster.rank == 1 else ()
+        with pytest.raises(WorkbookError, match=r"^--lr is 0.003 on rank 0 and 0.5 on rank 1: start"):
+            short(cluster, mode, *own)

@@ -10,6 +10,7 @@ from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
+from tests.on_ranks import on_ranks
 
 REDUCED = {
     "sum": lambda all_rn: all_rn.sum(0),
@@ -36,14 +37,11 @@ def test_two_ranks_have_the_sum_of_both():
     run_ranks(compare, 2, 6, "sum")
 
 
-def test_all_ranks_have_the_reduction_of_all():
-    def work(cluster: Cluster) -> None:
-        for op in REDUCED:
-            for numel in (1, 2, 3 * cluster.world_size + 1):
-                compare(cluster, numel, op)
-
-    for n in (1, 3, 4):
-        run_ranks(work, n)
+@on_ranks(1, 3, 4)
+def test_all_ranks_have_the_reduction_of_all(cluster: Cluster):
+    for op in REDUCED:
+        for numel in (1, 2, 3 * cluster.world_size + 1):
+            compare(cluster, numel, op)
 
 
 class NoEmptyMessages:
@@ -65,21 +63,18 @@ def test_a_tensor_without_elements_is_neither_sent_nor_received():
     run_ranks(lambda cluster: ring.all_reduce(NoEmptyMessages(peer_wire(None)), torch.ones(1), "sum"), 3)
 
 
-def test_no_rank_sends_more_than_in_a_ring():
-    def work(cluster: Cluster) -> None:
-        n, full = cluster.world_size, torch.ones(12)
-        LEDGER.clear()
-        all_reduce(full, pattern="ring")
-        rows = LEDGER.rows().items()
-        sent = sum((row for entry, row in rows if entry.pattern == "ring"), Traffic())
-        messages, num_bytes = 2 * (n - 1), 2 * (n - 1) * full.nbytes // n
-        assert sent.messages_sent <= messages, (
-            f"your function sent {sent.messages_sent} messages on {n} ranks, and not 2(n-1) = {messages}"
-        )
-        assert sent.bytes_sent <= num_bytes, (
-            f"your function sent {sent.bytes_sent} of {full.nbytes} bytes on {n} ranks, and not "
-            f"2(n-1)/n of them = {num_bytes}"
-        )
-
-    for n in (2, 3, 4):
-        run_ranks(work, n)
+@on_ranks(2, 3, 4)
+def test_no_rank_sends_more_than_in_a_ring(cluster: Cluster):
+    n, full = cluster.world_size, torch.ones(12)
+    LEDGER.clear()
+    all_reduce(full, pattern="ring")
+    rows = LEDGER.rows().items()
+    sent = sum((row for entry, row in rows if entry.pattern == "ring"), Traffic())
+    messages, num_bytes = 2 * (n - 1), 2 * (n - 1) * full.nbytes // n
+    assert sent.messages_sent <= messages, (
+        f"your function sent {sent.messages_sent} messages on {n} ranks, and not 2(n-1) = {messages}"
+    )
+    assert sent.bytes_sent <= num_bytes, (
+        f"your function sent {sent.bytes_sent} of {full.nbytes} bytes on {n} ranks, and not "
+        f"2(n-1)/n of them = {num_bytes}"
+    )

@@ -27,6 +27,7 @@ from tests.comm.collective_cases import (
     varied,
 )
 from tests.comm.helpers import over, short_segments
+from tests.on_ranks import on_ranks
 
 
 @pytest.mark.parametrize("n", WORLD_SIZES)
@@ -42,29 +43,26 @@ def test_every_pattern_equals_the_reference_over_every_transport(transport: str,
         assert min(run_ranks(lambda cluster: over(transport, cluster, run_cases, cases), n)) > 50
 
 
-def test_messages_travel_as_the_transport_says():
-    def kinds(cluster) -> list[set[str]]:
-        def kind(_) -> set[str]:
-            collectives.all_reduce(torch.ones(1000))
-            return transports_of("ring")
+@on_ranks(3)
+def test_messages_travel_as_the_transport_says(cluster):
+    def kind(_) -> set[str]:
+        collectives.all_reduce(torch.ones(1000))
+        return transports_of("ring")
 
-        return [over(one, cluster, kind) for one in ("auto", "shared_memory", "sockets", "gloo")]
-
-    expected = [{"shared_memory"}, {"shared_memory"}, {"sockets"}, {"gloo"}]
-    assert run_ranks(kinds, 3) == [expected] * 3
+    kinds = [over(one, cluster, kind) for one in ("auto", "shared_memory", "sockets", "gloo")]
+    assert kinds == [{"shared_memory"}, {"shared_memory"}, {"sockets"}, {"gloo"}]
 
 
 @pytest.mark.parametrize(("transport", "numel"), [("auto", 1_000_000), ("sockets", 8_000_000)])
-def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_get_it(transport: str, numel: int):
+@on_ranks(2, timeout=10)
+def test_two_ranks_that_send_each_other_more_than_fits_on_the_way_both_get_it(
+    cluster, transport: str, numel: int
+):
     """No buffer on the way holds such a message: the ring buffer has 1 MiB, and a socket some MB."""
-
-    def swap(cluster) -> None:
-        mine, got = torch.full((numel,), float(cluster.rank)), torch.empty(numel)
-        over(transport, cluster, lambda _: collectives.all_to_all(got, mine))
-        first, second = got.chunk(2)
-        assert (first == 0).all() and (second == 1).all()
-
-    run_ranks(swap, 2, timeout=10)
+    mine, got = torch.full((numel,), float(cluster.rank)), torch.empty(numel)
+    over(transport, cluster, lambda _: collectives.all_to_all(got, mine))
+    first, second = got.chunk(2)
+    assert (first == 0).all() and (second == 1).all()
 
 
 @pytest.mark.parametrize("pattern", sorted({pattern for _, pattern in ALL}))
@@ -81,18 +79,16 @@ def test_every_reduction_is_right_in_every_dtype(pattern: str):
     run_ranks(run_cases, 3, cases)
 
 
-def test_tensors_of_any_shape_keep_it():
-    def shapes(cluster) -> list[tuple]:
-        scalar = torch.tensor(1.0)
-        cube = torch.ones(2, 3, 4)[:, :, ::2]
-        channels_last = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
-        for tensor in (scalar, cube, channels_last):
-            collectives.all_reduce(tensor)
-            assert bool((tensor == cluster.world_size).all())
-        assert channels_last.is_contiguous(memory_format=torch.channels_last)
-        return [tuple(tensor.shape) for tensor in (scalar, cube)]
-
-    assert run_ranks(shapes, 3) == [[(), (2, 3, 2)]] * 3
+@on_ranks(3)
+def test_tensors_of_any_shape_keep_it(cluster):
+    scalar = torch.tensor(1.0)
+    cube = torch.ones(2, 3, 4)[:, :, ::2]
+    channels_last = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for tensor in (scalar, cube, channels_last):
+        collectives.all_reduce(tensor)
+        assert bool((tensor == cluster.world_size).all())
+    assert channels_last.is_contiguous(memory_format=torch.channels_last)
+    assert [tuple(tensor.shape) for tensor in (scalar, cube)] == [(), (2, 3, 2)]
 
 
 def test_a_group_of_some_ranks_counts_its_own_ranks():
@@ -121,22 +117,20 @@ def test_a_group_of_some_ranks_counts_its_own_ranks():
     assert run_ranks(in_groups, 4) == [[11, 1, 111, 2], [11, 1, 110, 2, 111, 2], [110, 2, 111, 2], []]
 
 
-def test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would():
-    def mean(cluster) -> None:
-        large = torch.full((5,), 40000.0, dtype=torch.float16)
-        for op, pattern in ALL:
-            if op not in REDUCING:
-                continue
-            mine = large[: 4 + (pattern != "torch")]
-            given, shard = mine.clone(), torch.tensor_split(mine, cluster.world_size)[cluster.rank].clone()
-            if op == "reduce_scatter":
-                collectives.reduce_scatter(shard, given, "mean", pattern=pattern)
-            else:
-                getattr(collectives, op)(given, "mean", pattern=pattern)
-            for got in (given, shard):
-                assert torch.equal(got, mine[: len(got)]), f"{op}, {pattern}: {got}"
-
-    run_ranks(mean, 2)
+@on_ranks(2)
+def test_a_mean_of_float16_that_fits_does_not_overflow_though_the_sum_would(cluster):
+    large = torch.full((5,), 40000.0, dtype=torch.float16)
+    for op, pattern in ALL:
+        if op not in REDUCING:
+            continue
+        mine = large[: 4 + (pattern != "torch")]
+        given, shard = mine.clone(), torch.tensor_split(mine, cluster.world_size)[cluster.rank].clone()
+        if op == "reduce_scatter":
+            collectives.reduce_scatter(shard, given, "mean", pattern=pattern)
+        else:
+            getattr(collectives, op)(given, "mean", pattern=pattern)
+        for got in (given, shard):
+            assert torch.equal(got, mine[: len(got)]), f"{op}, {pattern}: {got}"
 
 
 def bits(tensor: torch.Tensor) -> str:
@@ -174,35 +168,31 @@ def test_an_all_reduce_is_bitwise_the_same_on_every_rank():
     assert others == [first] * (n - 1)
 
 
-def test_handles_may_be_waited_for_in_any_order():
-    def many(cluster) -> None:
-        n, r = cluster.world_size, cluster.rank
-        tensors = [torch.full((50,), float(i * (r + 1))) for i in range(20)]
-        handles = list(enumerate(collectives.all_reduce(tensor, async_op=True) for tensor in tensors))
-        random.Random(r).shuffle(handles)  # another order on each rank
-        for i, handle in handles:
-            handle.wait()
-            assert (tensors[i] == i * n * (n + 1) / 2).all()
-            handle.wait()  # a second time does no harm
-
-    run_ranks(many, 3)
+@on_ranks(3)
+def test_handles_may_be_waited_for_in_any_order(cluster):
+    n, r = cluster.world_size, cluster.rank
+    tensors = [torch.full((50,), float(i * (r + 1))) for i in range(20)]
+    handles = list(enumerate(collectives.all_reduce(tensor, async_op=True) for tensor in tensors))
+    random.Random(r).shuffle(handles)  # another order on each rank
+    for i, handle in handles:
+        handle.wait()
+        assert (tensors[i] == i * n * (n + 1) / 2).all()
+        handle.wait()  # a second time does no harm
 
 
-def test_a_synchronous_operation_takes_its_turn_behind_the_asynchronous_ones():
-    def turns(cluster) -> None:
-        x = torch.tensor([1.0])
-        for _ in range(20):
-            # In this order alone 1 becomes (1 * 2 + 1) * 2 + ...; each works on what the last one left.
-            x.fill_(1.0)
-            first = collectives.all_reduce(x, async_op=True)
-            collectives.broadcast(x, root=0)
-            assert first.is_completed()
-            second = collectives.all_reduce(x, "product", async_op=True)
-            collectives.all_reduce(x)
-            assert second.is_completed()
-            assert x.item() == 3**3 * 3
-
-    run_ranks(turns, 3)
+@on_ranks(3)
+def test_a_synchronous_operation_takes_its_turn_behind_the_asynchronous_ones(cluster):
+    x = torch.tensor([1.0])
+    for _ in range(20):
+        # In this order alone 1 becomes (1 * 2 + 1) * 2 + ...; each works on what the last one left.
+        x.fill_(1.0)
+        first = collectives.all_reduce(x, async_op=True)
+        collectives.broadcast(x, root=0)
+        assert first.is_completed()
+        second = collectives.all_reduce(x, "product", async_op=True)
+        collectives.all_reduce(x)
+        assert second.is_completed()
+        assert x.item() == 3**3 * 3
 
 
 def test_wait_raises_an_error_and_the_next_operation_works():
@@ -228,35 +218,31 @@ def test_wait_raises_an_error_and_the_next_operation_works():
 
 
 @pytest.mark.parametrize("pattern", [None, "torch"])
-def test_a_handle_is_completed_only_when_all_have_come(pattern: str | None):
-    def hold_back(cluster) -> None:
-        x = torch.ones(5)
-        if cluster.rank == 1:
-            cluster.store.wait(["rank 0 has looked"])
-        handle = collectives.all_reduce(x, async_op=True, pattern=pattern)
-        if cluster.rank == 0:
-            assert not handle.is_completed()
-            cluster.store.set("rank 0 has looked", "")
-        handle.wait()
-        assert handle.is_completed()
-        assert (x == 2).all()
-
-    run_ranks(hold_back, 2)
+@on_ranks(2)
+def test_a_handle_is_completed_only_when_all_have_come(cluster, pattern: str | None):
+    x = torch.ones(5)
+    if cluster.rank == 1:
+        cluster.store.wait(["rank 0 has looked"])
+    handle = collectives.all_reduce(x, async_op=True, pattern=pattern)
+    if cluster.rank == 0:
+        assert not handle.is_completed()
+        cluster.store.set("rank 0 has looked", "")
+    handle.wait()
+    assert handle.is_completed()
+    assert (x == 2).all()
 
 
 @pytest.mark.parametrize("pattern", ["tree", "torch"])
-def test_no_rank_leaves_a_barrier_before_all_have_arrived(pattern: str):
-    def meet(cluster) -> None:
-        for late in range(cluster.world_size):
-            if cluster.rank == late:
-                # a rank that slipped through would be here long before
-                cluster.store.wait([f"{p} is at {late}" for p in range(cluster.world_size) if p != late])
-                assert cluster.store.add(f"through {late}", 0) == 0
-            else:
-                cluster.store.set(f"{cluster.rank} is at {late}", "")
-            cluster.store.add(f"came {late}", 1)
-            collectives.barrier(pattern=pattern)
-            assert cluster.store.add(f"came {late}", 0) == cluster.world_size
-            cluster.store.add(f"through {late}", 1)
-
-    run_ranks(meet, 3)
+@on_ranks(3)
+def test_no_rank_leaves_a_barrier_before_all_have_arrived(cluster, pattern: str):
+    for late in range(cluster.world_size):
+        if cluster.rank == late:
+            # a rank that slipped through would be here long before
+            cluster.store.wait([f"{p} is at {late}" for p in range(cluster.world_size) if p != late])
+            assert cluster.store.add(f"through {late}", 0) == 0
+        else:
+            cluster.store.set(f"{cluster.rank} is at {late}", "")
+        cluster.store.add(f"came {late}", 1)
+        collectives.barrier(pattern=pattern)
+        assert cluster.store.add(f"came {late}", 0) == cluster.world_size
+        cluster.store.add(f"through {late}", 1)

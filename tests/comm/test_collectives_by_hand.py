@@ -10,6 +10,7 @@ from comm.wire.gloo_wire import peer_wire
 from lab.check import assert_same
 from lab.ranks import run_ranks
 from tests.comm.helpers import short_segments
+from tests.on_ranks import on_ranks
 
 
 def test_a_ring_all_reduce_adds_up_all_ranks_in_every_chunk():
@@ -87,18 +88,15 @@ def test_a_tree_sends_to_the_largest_subtree_first_and_to_one_child_at_a_time():
     assert events == ["send to 4", "wait", "send to 2", "wait", "send to 1", "wait"]
 
 
-def test_a_tree_scatters_to_each_rank_its_own_shard_from_every_root():
+@on_ranks(4)
+def test_a_tree_scatters_to_each_rank_its_own_shard_from_every_root(cluster):
     shards = [torch.tensor(numbers) for numbers in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0])]
-
-    def deal(cluster) -> None:
-        for root in range(cluster.world_size):
-            own = torch.empty_like(shards[cluster.rank])
-            full = torch.cat(shards) if cluster.rank == root else None
-            sharded_tree.scatter(peer_wire(None), own, full, root, numel=7)
-            name = f"shard {cluster.rank}"
-            assert_same({name: own}, {name: shards[cluster.rank]}, 0, f"after a scatter from rank {root},")
-
-    run_ranks(deal, 4)
+    for root in range(cluster.world_size):
+        own = torch.empty_like(shards[cluster.rank])
+        full = torch.cat(shards) if cluster.rank == root else None
+        sharded_tree.scatter(peer_wire(None), own, full, root, numel=7)
+        name = f"shard {cluster.rank}"
+        assert_same({name: own}, {name: shards[cluster.rank]}, 0, f"after a scatter from rank {root},")
 
 
 def test_a_ring_starts_no_message_for_an_empty_tensor():

@@ -15,6 +15,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import ROOTED
 from tests.comm.helpers import short_segments
+from tests.on_ranks import on_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.uint8, torch.bfloat16)
 OURS = [(op, pattern) for op, patterns in PATTERNS.items() for pattern in patterns]
@@ -89,36 +90,32 @@ def test_counted_traffic_equals_the_formula_exactly(n: int):
         assert min(run_ranks(counted_beside_formula, n)) == 5 * len(OURS)
 
 
-def test_an_uneven_all_to_all_is_counted_exactly():
-    def exchange(cluster) -> None:
-        n, r = cluster.world_size, cluster.rank
-        sizes = [[(p * q) % 4 for q in range(n)] for p in range(n)]  # with some zeros
-        outgoing = torch.ones(sum(sizes[r]))
-        incoming = torch.empty(sum(sizes[p][r] for p in range(n)))
+@on_ranks(5)
+def test_an_uneven_all_to_all_is_counted_exactly(cluster):
+    n, r = cluster.world_size, cluster.rank
+    sizes = [[(p * q) % 4 for q in range(n)] for p in range(n)]  # with some zeros
+    outgoing = torch.ones(sum(sizes[r]))
+    incoming = torch.empty(sum(sizes[p][r] for p in range(n)))
+    LEDGER.clear()
+    collectives.all_to_all(incoming, outgoing, [sizes[p][r] for p in range(n)], sizes[r])
+    others = [sizes[r][p] for p in range(n) if p != r]
+    expected = Traffic(4 * sum(others), sum(size > 0 for size in others))
+    assert LEDGER.rows().get(Entry("all_to_all", "pairwise"), Traffic()) == expected
+    assert cost.pairwise_traffic(sizes[r], 4, r) == expected
+    assert LEDGER.rows()[Entry("all_to_all", "header")] == cost.header_traffic(n, uneven_parts=True)
+
+
+@on_ranks(3)
+def test_torchs_own_traffic_is_by_formula_and_never_counted(cluster):
+    n, r = cluster.world_size, cluster.rank
+    for op in PATTERNS:
+        root = 1 if op in ROOTED else 0
         LEDGER.clear()
-        collectives.all_to_all(incoming, outgoing, [sizes[p][r] for p in range(n)], sizes[r])
-        others = [sizes[r][p] for p in range(n) if p != r]
-        expected = Traffic(4 * sum(others), sum(size > 0 for size in others))
-        assert LEDGER.rows().get(Entry("all_to_all", "pairwise"), Traffic()) == expected
-        assert cost.pairwise_traffic(sizes[r], 4, r) == expected
-        assert LEDGER.rows()[Entry("all_to_all", "header")] == cost.header_traffic(n, uneven_parts=True)
-
-    run_ranks(exchange, 5)
-
-
-def test_torchs_own_traffic_is_by_formula_and_never_counted():
-    def book(cluster) -> None:
-        n, r = cluster.world_size, cluster.rank
-        for op in PATTERNS:
-            root = 1 if op in ROOTED else 0
-            LEDGER.clear()
-            call(op, "torch", 6, torch.float32, n, r, root)
-            expected = cost.traffic(op, "torch", 6, 4, n, r, root)
-            by_formula = LEDGER.rows().get(Entry(op, "torch", by_formula=True), Traffic())
-            assert by_formula == expected, op
-            assert all(entry.by_formula for entry in LEDGER.rows()), op
-
-    run_ranks(book, 3)
+        call(op, "torch", 6, torch.float32, n, r, root)
+        expected = cost.traffic(op, "torch", 6, 4, n, r, root)
+        by_formula = LEDGER.rows().get(Entry(op, "torch", by_formula=True), Traffic())
+        assert by_formula == expected, op
+        assert all(entry.by_formula for entry in LEDGER.rows()), op
 
 
 def test_predicted_seconds_follow_alpha_and_beta():

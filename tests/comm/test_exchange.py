@@ -17,23 +17,22 @@ from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.trace.gantt import Event
+from tests.on_ranks import on_ranks
 
 
-def test_values_of_any_size_and_kind_arrive_in_rank_order_and_no_slow_link_slows_them_down():
-    def work(cluster: Cluster) -> None:
-        rank, n = cluster.rank, cluster.world_size
-        some, start = dist.new_group([0, 2]), time.monotonic()
-        with slow_link.slowed(Link(2.0, 0.0)):
-            assert exchange(rank / 3) == [r / 3 for r in range(n)]
-            assert exchange("word" * 1000 * rank) == ["word" * 1000 * r for r in range(n)]
-            value = {"of": (rank, None, [b"bytes"])}
-            assert exchange(value) == [{"of": (r, None, [b"bytes"])} for r in range(n)]
-            assert [t.tolist() for t in exchange(torch.arange(rank))] == [list(range(r)) for r in range(n)]
-            assert rank == 1 or exchange(10 * rank, some) == [0, 20]
-            assert on_all("count", lambda: rank) == [0, 1, 2] and on_main(cluster, "count", lambda: 7) == 7
-        assert time.monotonic() - start < 2
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_values_of_any_size_and_kind_arrive_in_rank_order_and_no_slow_link_slows_them_down(cluster: Cluster):
+    rank, n = cluster.rank, cluster.world_size
+    some, start = dist.new_group([0, 2]), time.monotonic()
+    with slow_link.slowed(Link(2.0, 0.0)):
+        assert exchange(rank / 3) == [r / 3 for r in range(n)]
+        assert exchange("word" * 1000 * rank) == ["word" * 1000 * r for r in range(n)]
+        value = {"of": (rank, None, [b"bytes"])}
+        assert exchange(value) == [{"of": (r, None, [b"bytes"])} for r in range(n)]
+        assert [t.tolist() for t in exchange(torch.arange(rank))] == [list(range(r)) for r in range(n)]
+        assert rank == 1 or exchange(10 * rank, some) == [0, 20]
+        assert on_all("count", lambda: rank) == [0, 1, 2] and on_main(cluster, "count", lambda: 7) == 7
+    assert time.monotonic() - start < 2
 
 
 def test_an_error_of_one_rank_is_every_ranks_error_in_a_sentence_and_a_bug_keeps_its_class_there(tmp_path):

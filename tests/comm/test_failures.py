@@ -27,6 +27,7 @@ from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from tests.comm.helpers import error_text, over
 from tests.comm.places import places, started
+from tests.on_ranks import on_ranks
 
 linux = pytest.mark.skipif(not shared_memory.is_possible(), reason="the segments are Linux's")
 DIED = "has died or left, so look for the first error in its log"
@@ -124,20 +125,17 @@ def test_a_paused_rank_is_waited_for_until_the_timeout_and_named(transport: str)
 
 
 @linux
-def test_mismatches_leave_no_connection_and_no_memory_behind():
-    def open_files(cluster) -> list[int]:
-        counts = []
-        for _ in range(4):
-            for transport in ("shared_memory", "sockets"):
-                use_transport(transport)
-                with pytest.raises(CommError):
-                    all_reduce(torch.ones(1 + cluster.rank))
-                all_reduce(torch.ones(3))
-            counts.append(len(os.listdir("/proc/self/fd")))
-        return counts
-
-    for counts in run_ranks(open_files, 3):
-        assert len(set(counts[1:])) == 1
+@on_ranks(3)
+def test_mismatches_leave_no_connection_and_no_memory_behind(cluster):
+    counts = []
+    for _ in range(4):
+        for transport in ("shared_memory", "sockets"):
+            use_transport(transport)
+            with pytest.raises(CommError):
+                all_reduce(torch.ones(1 + cluster.rank))
+            all_reduce(torch.ones(3))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(counts[1:])) == 1
 
 
 PROMPTLY = 20  # seconds; the timeouts below are 50

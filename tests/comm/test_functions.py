@@ -32,6 +32,7 @@ from comm.in_flight import InFlightExchange
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
 
 DIMS = (0, 1, -1)
 
@@ -126,25 +127,23 @@ def test_each_pair_is_what_autograd_finds_on_one_process(n: int):
     run_ranks(compare_all, n)
 
 
-def test_shards_of_any_size_are_exchanged():
-    def work(cluster: Cluster) -> None:
-        me, n = cluster.rank, cluster.world_size
-        for dim in (0, 1, -1):
-            # Rank r sends (r + 2 p) % 4 rows to rank p: some none at all.
-            sizes = [[(rank + 2 * peer) % 4 for peer in range(n)] for rank in range(n)]
-            shapes = [[3, 5, 7] for _ in range(n)]
-            for rank in range(n):
-                shapes[rank][dim] = sum(sizes[rank])
-            inputs = [numbers(rank, *shape) for rank, shape in enumerate(shapes)]
+@on_ranks(3)
+def test_shards_of_any_size_are_exchanged(cluster: Cluster):
+    me, n = cluster.rank, cluster.world_size
+    for dim in (0, 1, -1):
+        # Rank r sends (r + 2 p) % 4 rows to rank p: some none at all.
+        sizes = [[(rank + 2 * peer) % 4 for peer in range(n)] for rank in range(n)]
+        shapes = [[3, 5, 7] for _ in range(n)]
+        for rank in range(n):
+            shapes[rank][dim] = sum(sizes[rank])
+        inputs = [numbers(rank, *shape) for rank, shape in enumerate(shapes)]
 
-            def exchanged(xs: list[Tensor], dim: int = dim, sizes: list[list[int]] = sizes) -> list[Tensor]:
-                cut = [x.split(own, dim) for x, own in zip(xs, sizes, strict=True)]
-                return [torch.cat([of_rank[rank] for of_rank in cut], dim) for rank in range(n)]
+        def exchanged(xs: list[Tensor], dim: int = dim, sizes: list[list[int]] = sizes) -> list[Tensor]:
+            cut = [x.split(own, dim) for x, own in zip(xs, sizes, strict=True)]
+            return [torch.cat([of_rank[rank] for of_rank in cut], dim) for rank in range(n)]
 
-            received = [sizes[rank][me] for rank in range(n)]
-            compare(cluster, lambda x: exchange_shards(x, dim, None, sizes[me], received), exchanged, inputs)
-
-    run_ranks(work, 3)
+        received = [sizes[rank][me] for rank in range(n)]
+        compare(cluster, lambda x: exchange_shards(x, dim, None, sizes[me], received), exchanged, inputs)
 
 
 def test_the_conjugate_of_a_broadcast_is_a_sum_and_that_of_a_sum_a_broadcast():
@@ -190,79 +189,71 @@ def all_functions() -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
-def test_inputs_outputs_and_gradients_are_left_as_they_were():
-    def look(cluster: Cluster) -> None:
-        for function in all_functions():
-            x = numbers(cluster.rank, 4, 3).requires_grad_()
-            y = function(x * 1.0)
-            # A square needs its input in the backward: autograd complains if that was written to.
-            z = y.square()
-            grad = numbers(5, *z.shape)
-            given = grad.clone()
-            z.backward(grad)
-            assert torch.equal(x, numbers(cluster.rank, 4, 3)) and torch.equal(grad, given)
-            assert torch.equal(z, y.square())
-
-    run_ranks(look, 2)
+@on_ranks(2)
+def test_inputs_outputs_and_gradients_are_left_as_they_were(cluster: Cluster):
+    for function in all_functions():
+        x = numbers(cluster.rank, 4, 3).requires_grad_()
+        y = function(x * 1.0)
+        # A square needs its input in the backward: autograd complains if that was written to.
+        z = y.square()
+        grad = numbers(5, *z.shape)
+        given = grad.clone()
+        z.backward(grad)
+        assert torch.equal(x, numbers(cluster.rank, 4, 3)) and torch.equal(grad, given)
+        assert torch.equal(z, y.square())
 
 
-def test_gradients_and_inputs_may_lie_in_memory_in_any_order():
-    def look(cluster: Cluster) -> None:
-        x = numbers(0, 4, 6).t().requires_grad_()
-        y = sum_over_ranks(copy_to_ranks(x))
-        y.backward(torch.ones(()).double().expand(6, 4))
-        assert_same({"y": y.detach(), "x": x.grad}, {"y": 2 * x.detach(), "x": torch.full((6, 4), 2.0)})
-        for function in all_functions():
-            found = []
-            for transposed in (True, False):
-                x = numbers(cluster.rank, 4, 6).t()
-                x = (x if transposed else x.contiguous()).requires_grad_()
-                y = function(x)
-                y.backward(torch.ones(()).double().expand(y.shape))
-                found.append({"x": x.grad, "y": y.detach()})
-            assert_same(*found)
-
-    run_ranks(look, 2)
+@on_ranks(2)
+def test_gradients_and_inputs_may_lie_in_memory_in_any_order(cluster: Cluster):
+    x = numbers(0, 4, 6).t().requires_grad_()
+    y = sum_over_ranks(copy_to_ranks(x))
+    y.backward(torch.ones(()).double().expand(6, 4))
+    assert_same({"y": y.detach(), "x": x.grad}, {"y": 2 * x.detach(), "x": torch.full((6, 4), 2.0)})
+    for function in all_functions():
+        found = []
+        for transposed in (True, False):
+            x = numbers(cluster.rank, 4, 6).t()
+            x = (x if transposed else x.contiguous()).requires_grad_()
+            y = function(x)
+            y.backward(torch.ones(()).double().expand(y.shape))
+            found.append({"x": x.grad, "y": y.detach()})
+        assert_same(*found)
 
 
-def test_shards_are_as_tensor_split_cuts_them_and_others_are_refused():
-    def look(cluster: Cluster) -> None:
-        x = numbers(0, 7, 5)
-        for dim in (0, 1, -1):
-            assert torch.equal(own_shard(x, dim, None), x.tensor_split(3, dim)[cluster.rank])
-        with pytest.raises(CommError, match=r"has size 1 along dim 0, but its part of 7 has size [23] \(see"):
-            gather_from_ranks(x[:1], 0, size=7)
-        for function in (scatter_sums, scatter_from_root, exchange_shards):
-            with pytest.raises(
-                CommError, match="a size of 7 along dim 0 cannot be divided equally among 3 ranks"
-            ):
-                function(x, 0)
-
-    run_ranks(look, 3)
-
-
-def test_an_exchange_in_flight_equals_exchange_shards_forward_and_backward():
-    def work(cluster: Cluster) -> None:
-        n, rank = cluster.world_size, cluster.rank
-        sent = [rank + to for to in range(n)]
-        received = [by + rank for by in range(n)]
-        random = torch.Generator().manual_seed(rank)
-        x = torch.randn(sum(sent), 3, generator=random).double()
-        factor = torch.randn(sum(received), 3, generator=random).double()
-        results: list[dict[str, Tensor | None]] = []
-        for exchanged in (
-            lambda x: exchange_shards(x, 0, None, sent, received),
-            lambda x: InFlightExchange(x, sent, received).wait(),
+@on_ranks(3)
+def test_shards_are_as_tensor_split_cuts_them_and_others_are_refused(cluster: Cluster):
+    x = numbers(0, 7, 5)
+    for dim in (0, 1, -1):
+        assert torch.equal(own_shard(x, dim, None), x.tensor_split(3, dim)[cluster.rank])
+    with pytest.raises(CommError, match=r"has size 1 along dim 0, but its part of 7 has size [23] \(see"):
+        gather_from_ranks(x[:1], 0, size=7)
+    for function in (scatter_sums, scatter_from_root, exchange_shards):
+        with pytest.raises(
+            CommError, match="a size of 7 along dim 0 cannot be divided equally among 3 ranks"
         ):
-            leaf = x.clone().requires_grad_()
-            y = exchanged(leaf.sin())
-            (y * factor).sum().backward()
-            results.append({"y": y.detach(), "x": leaf.grad})
-        assert_same(results[1], results[0], 0, f"gradient on {n} ranks")
-        with torch.no_grad():
-            assert torch.equal(InFlightExchange(x.sin(), sent, received).wait(), results[0]["y"])
+            function(x, 0)
 
-    run_ranks(work, 3)
+
+@on_ranks(3)
+def test_an_exchange_in_flight_equals_exchange_shards_forward_and_backward(cluster: Cluster):
+    n, rank = cluster.world_size, cluster.rank
+    sent = [rank + to for to in range(n)]
+    received = [by + rank for by in range(n)]
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randn(sum(sent), 3, generator=random).double()
+    factor = torch.randn(sum(received), 3, generator=random).double()
+    results: list[dict[str, Tensor | None]] = []
+    for exchanged in (
+        lambda x: exchange_shards(x, 0, None, sent, received),
+        lambda x: InFlightExchange(x, sent, received).wait(),
+    ):
+        leaf = x.clone().requires_grad_()
+        y = exchanged(leaf.sin())
+        (y * factor).sum().backward()
+        results.append({"y": y.detach(), "x": leaf.grad})
+    assert_same(results[1], results[0], 0, f"gradient on {n} ranks")
+    with torch.no_grad():
+        assert torch.equal(InFlightExchange(x.sin(), sent, received).wait(), results[0]["y"])
 
 
 def test_what_stands_between_start_and_wait_is_computed_while_it_travels():

@@ -12,6 +12,7 @@ from comm.wire.transport import use_transport
 from lab.ranks import run_ranks
 from tests.comm.helpers import error_text, works
 from tests.comm.test_cost import call
+from tests.on_ranks import on_ranks
 
 
 def wrong_calls(rank: int) -> list[tuple[Callable[[], object], str]]:
@@ -116,7 +117,8 @@ def test_every_pattern_refuses_another_size_and_another_dtype():
     assert len(first) == 2 * sum(len(patterns) for op, patterns in PATTERNS.items() if op != "barrier")
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent():
+@on_ranks(2, group_timeout=10)
+def test_wrong_arguments_are_refused_before_anything_is_sent(cluster):
     ones, all_reduce = torch.ones, collectives.all_reduce
     wrong = {
         "all_reduce has no pattern 'zigzag'; choose one of auto, torch, ring, pipelined_ring, tree": lambda: (
@@ -141,22 +143,14 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
             ones(3), ones(1), pattern="torch"
         ),
     }
-
-    def call(cluster) -> None:
-        for expected, each in wrong.items():
-            assert expected in error_text(each)
-        rootless = error_text(lambda: collectives.scatter(ones(1), root=cluster.rank))
-        assert rootless == f"scatter: rank {cluster.rank} is the root and must pass the full tensor.", (
-            rootless
-        )
-        group = dist.new_group([0])
-        refused = error_text(lambda: all_reduce(ones(1), group=group))
-        assert refused == (
-            "Rank 1 is not in this group; only its members may call this." if cluster.rank else ""
-        )
-        assert works()
-
-    run_ranks(call, 2, group_timeout=10)
+    for expected, each in wrong.items():
+        assert expected in error_text(each)
+    rootless = error_text(lambda: collectives.scatter(ones(1), root=cluster.rank))
+    assert rootless == f"scatter: rank {cluster.rank} is the root and must pass the full tensor.", rootless
+    group = dist.new_group([0])
+    refused = error_text(lambda: all_reduce(ones(1), group=group))
+    assert refused == ("Rank 1 is not in this group; only its members may call this." if cluster.rank else "")
+    assert works()
 
 
 def test_compiled_code_that_communicates_ends_in_one_sentence():

@@ -18,6 +18,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import DTYPES, LAYOUTS, REDUCTIONS, Case, run_cases
 from tests.comm.helpers import error_text, short_segments, works
+from tests.on_ranks import on_ranks
 
 PLACEMENTS = {  # the host of each rank, by the number of ranks
     1: ["a"],
@@ -28,44 +29,42 @@ PLACEMENTS = {  # the host of each rank, by the number of ranks
 }
 
 
-def test_hierarchical_all_reduce_equals_one_process():
-    def work(cluster) -> None:
-        # Four ranks have eight numbers each. One process takes their mean.
-        torch.manual_seed(0)
-        of_ranks = torch.randn(4, 8).double()
-        expected, mine = of_ranks.mean(0), of_ranks[cluster.rank].clone()
+@on_ranks(4)
+def test_hierarchical_all_reduce_equals_one_process(cluster):
+    # Four ranks have eight numbers each. One process takes their mean.
+    torch.manual_seed(0)
+    of_ranks = torch.randn(4, 8).double()
+    expected, mine = of_ranks.mean(0), of_ranks[cluster.rank].clone()
 
-        # Ranks 0 and 1 stand for one host, and ranks 2 and 3 for another one.
-        os.environ[VARIABLE] = ["a", "a", "b", "b"][cluster.rank]
-        wire = peer_wire(None)
-        assert hosts_of(wire) == [0, 0, 1, 1]
-        host, place = divmod(cluster.rank, 2)
+    # Ranks 0 and 1 stand for one host, and ranks 2 and 3 for another one.
+    os.environ[VARIABLE] = ["a", "a", "b", "b"][cluster.rank]
+    wire = peer_wire(None)
+    assert hosts_of(wire) == [0, 0, 1, 1]
+    host, place = divmod(cluster.rank, 2)
 
-        # Step 1 stays within a host: a rank gets the sum of its host, for one half of the tensor. It sends
-        # the other half: 4 numbers.
-        half = torch.empty(4).double()
-        own_host = hierarchical.SomeRanks(wire, [2 * host, 2 * host + 1])
-        pipelined_ring.reduce_scatter(own_host, half, mine, "sum")
-        of_host = of_ranks[2 * host] + of_ranks[2 * host + 1]
-        assert torch.equal(half, of_host.tensor_split(2)[place])
+    # Step 1 stays within a host: a rank gets the sum of its host, for one half of the tensor. It sends
+    # the other half: 4 numbers.
+    half = torch.empty(4).double()
+    own_host = hierarchical.SomeRanks(wire, [2 * host, 2 * host + 1])
+    pipelined_ring.reduce_scatter(own_host, half, mine, "sum")
+    of_host = of_ranks[2 * host] + of_ranks[2 * host + 1]
+    assert torch.equal(half, of_host.tensor_split(2)[place])
 
-        # Step 2 is between hosts: the two ranks that have the first half add it up, and so do the other two.
-        # Each sends 2 numbers and then 2 sums, so 2 ranks send 8 numbers out of a host: one tensor.
-        pipelined_ring.all_reduce(hierarchical.SomeRanks(wire, [place, place + 2]), half, "sum")
-        torch.testing.assert_close(half / 4, expected.tensor_split(2)[place], rtol=1e-9, atol=1e-12)
+    # Step 2 is between hosts: the two ranks that have the first half add it up, and so do the other two.
+    # Each sends 2 numbers and then 2 sums, so 2 ranks send 8 numbers out of a host: one tensor.
+    pipelined_ring.all_reduce(hierarchical.SomeRanks(wire, [place, place + 2]), half, "sum")
+    torch.testing.assert_close(half / 4, expected.tensor_split(2)[place], rtol=1e-9, atol=1e-12)
 
-        # Step 3 stays within a host again: its two ranks exchange the finished halves.
-        full = torch.empty(8).double()
-        pipelined_ring.all_gather(own_host, full, half / 4)
-        torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
+    # Step 3 stays within a host again: its two ranks exchange the finished halves.
+    full = torch.empty(8).double()
+    pipelined_ring.all_gather(own_host, full, half / 4)
+    torch.testing.assert_close(full, expected, rtol=1e-9, atol=1e-12)
 
-        # The collective does all three. A rank sends as many bytes as in a flat ring, in 4 messages instead
-        # of 6. In the flat ring, ranks 1 and 3 send all their 12 numbers to the other host.
-        collectives.all_reduce(mine, "mean", pattern="hierarchical")
-        assert torch.equal(mine, full)
-        assert LEDGER.rows()[Entry("all_reduce", "hierarchical")] == Traffic((4 + 2 + 2 + 4) * 8, 4)
-
-    run_ranks(work, 4)
+    # The collective does all three. A rank sends as many bytes as in a flat ring, in 4 messages instead
+    # of 6. In the flat ring, ranks 1 and 3 send all their 12 numbers to the other host.
+    collectives.all_reduce(mine, "mean", pattern="hierarchical")
+    assert torch.equal(mine, full)
+    assert LEDGER.rows()[Entry("all_reduce", "hierarchical")] == Traffic((4 + 2 + 2 + 4) * 8, 4)
 
 
 @contextmanager
@@ -117,16 +116,14 @@ def test_what_is_counted_equals_the_formula():
         run_ranks(count, n)
 
 
-def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them():
-    def look(cluster) -> list[list[int]]:
-        seen = [hosts_of(peer_wire(None))]
-        for names in ("aabb", "abab", "baab"):
-            with mock.patch.dict("os.environ", {VARIABLE: names[cluster.rank]}):
-                seen.append(hosts_of(peer_wire(dist.new_group(range(4)))))
-        return seen
-
+@on_ranks(4)
+def test_ranks_of_one_machine_share_a_host_and_a_variable_divides_them(cluster):
     expected = [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0]]
-    assert run_ranks(look, 4) == [expected] * 4
+    seen = [hosts_of(peer_wire(None))]
+    for names in ("aabb", "abab", "baab"):
+        with mock.patch.dict("os.environ", {VARIABLE: names[cluster.rank]}):
+            seen.append(hosts_of(peer_wire(dist.new_group(range(4)))))
+    assert seen == expected
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused_on_all_ranks():

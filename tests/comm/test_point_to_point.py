@@ -27,6 +27,7 @@ from lab.ranks import RankError, run_ranks
 from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.helpers import error_text
+from tests.on_ranks import on_ranks
 
 
 def test_a_ring_that_sends_first_never_ends_and_the_report_shows_where_each_rank_is_stuck():
@@ -58,21 +59,19 @@ def test_both_cures_bring_every_tensor_to_the_right_neighbour(ring):
         assert run_ranks(turn, n) == [[(rank - 1) % n] * 2 for rank in range(n)]
 
 
-def test_messages_and_collectives_do_not_take_each_others_data():
-    def both(cluster) -> None:
-        r = cluster.rank
-        for collective in (collectives.all_reduce, collectives.broadcast):
-            mail, tensor = torch.empty(4), torch.full((4,), float(r + 1))
-            leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
-            collective(tensor)  # overtakes the mail, which no rank receives yet
-            arriving = irecv(mail, 1 - r)
-            handle = collective(tensor, async_op=True)
-            for transfer in (arriving, leaving, handle):
-                transfer.wait()
-            assert mail.tolist() == [101.0 - r] * 4
-            assert tensor.tolist() == [6.0 if collective is collectives.all_reduce else 1.0] * 4
-
-    run_ranks(both, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_messages_and_collectives_do_not_take_each_others_data(cluster):
+    r = cluster.rank
+    for collective in (collectives.all_reduce, collectives.broadcast):
+        mail, tensor = torch.empty(4), torch.full((4,), float(r + 1))
+        leaving = isend(torch.full((4,), 100.0 + r), 1 - r)
+        collective(tensor)  # overtakes the mail, which no rank receives yet
+        arriving = irecv(mail, 1 - r)
+        handle = collective(tensor, async_op=True)
+        for transfer in (arriving, leaving, handle):
+            transfer.wait()
+        assert mail.tolist() == [101.0 - r] * 4
+        assert tensor.tolist() == [6.0 if collective is collectives.all_reduce else 1.0] * 4
 
 
 class OnGpu(torch.Tensor):
@@ -126,26 +125,24 @@ def pattern(num_bytes: int, seed: int) -> torch.Tensor:
 
 @linux
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "gloo"])
-def test_a_send_of_any_size_is_done_only_when_the_message_was_received(transport: str):
-    def late(cluster) -> None:
-        use_transport(transport)
-        for size in SIZES:
-            if cluster.rank == 0:
-                thread = threading.Thread(target=isend(pattern(size, 1), 1).wait)
-                thread.start()
-                thread.join(0.1)
-                assert thread.is_alive(), f"{size} bytes were sent, but no rank has received them"
-                cluster.store.set(f"receive {size}", "")
-                thread.join(30)
-                assert not thread.is_alive()
-            else:
-                got = torch.zeros(size, dtype=torch.uint8)
-                cluster.store.wait([f"receive {size}"])
-                recv(got, 0)
-                assert torch.equal(got, pattern(size, 1))
-        assert transports_of("direct") == {transport}
-
-    run_ranks(late, 2)
+@on_ranks(2)
+def test_a_send_of_any_size_is_done_only_when_the_message_was_received(cluster, transport: str):
+    use_transport(transport)
+    for size in SIZES:
+        if cluster.rank == 0:
+            thread = threading.Thread(target=isend(pattern(size, 1), 1).wait)
+            thread.start()
+            thread.join(0.1)
+            assert thread.is_alive(), f"{size} bytes were sent, but no rank has received them"
+            cluster.store.set(f"receive {size}", "")
+            thread.join(30)
+            assert not thread.is_alive()
+        else:
+            got = torch.zeros(size, dtype=torch.uint8)
+            cluster.store.wait([f"receive {size}"])
+            recv(got, 0)
+            assert torch.equal(got, pattern(size, 1))
+    assert transports_of("direct") == {transport}
 
 
 @linux
@@ -182,49 +179,44 @@ words = st.tuples(
     letters=st.lists(words, min_size=5, max_size=40),
     transport=st.sampled_from(["auto", "sockets"]),
 )
-def test_any_messages_between_three_ranks_arrive_in_order(letters, transport: str):
+@on_ranks(3)
+def test_any_messages_between_three_ranks_arrive_in_order(cluster, letters, transport: str):
     """Each letter is (source, distance to its destination, elements, dtype, whether its send blocks)."""
+    use_transport(transport)
+    arriving, leaving = [], []
+    for at, (source, distance, numel, dtype, _) in enumerate(letters):
+        if (source + distance) % 3 == cluster.rank:
+            got = torch.full((numel,), 255).to(dtype)
+            arriving.append((irecv(got, source), got, at))
+    for at, (source, distance, numel, dtype, blocks) in enumerate(letters):
+        if source == cluster.rank:
+            leaving.append(isend(torch.full((numel,), at).to(dtype), (source + distance) % 3))
+            if blocks:
+                leaving[-1].wait()
+    random.Random(len(letters)).shuffle(arriving)
+    for transfer, got, at in arriving:
+        transfer.wait()
+        assert (got == at).all()
+    for transfer in leaving:
+        transfer.wait()
 
-    def exchange(cluster) -> None:
-        use_transport(transport)
-        arriving, leaving = [], []
-        for at, (source, distance, numel, dtype, _) in enumerate(letters):
-            if (source + distance) % 3 == cluster.rank:
-                got = torch.full((numel,), 255).to(dtype)
-                arriving.append((irecv(got, source), got, at))
-        for at, (source, distance, numel, dtype, blocks) in enumerate(letters):
-            if source == cluster.rank:
-                leaving.append(isend(torch.full((numel,), at).to(dtype), (source + distance) % 3))
-                if blocks:
-                    leaving[-1].wait()
-        random.Random(len(letters)).shuffle(arriving)
-        for transfer, got, at in arriving:
-            transfer.wait()
-            assert (got == at).all()
+
+@on_ranks(3)
+def test_groups_keep_their_messages_apart_and_members_are_counted_from_0(cluster):
+    groups = [None, dist.new_group([0, 1, 2]), dist.new_group([0, 2])]
+    if cluster.rank == 2:
+        LEDGER.clear()
+        leaving = [isend(torch.full((3,), float(value)), 0, group) for value, group in enumerate(groups)]
+        assert LEDGER.rows() == {Entry("point_to_point", "direct"): Traffic(36, 3)}
         for transfer in leaving:
             transfer.wait()
-
-    run_ranks(exchange, 3)
-
-
-def test_groups_keep_their_messages_apart_and_members_are_counted_from_0():
-    def work(cluster) -> None:
-        groups = [None, dist.new_group([0, 1, 2]), dist.new_group([0, 2])]
-        if cluster.rank == 2:
-            LEDGER.clear()
-            leaving = [isend(torch.full((3,), float(value)), 0, group) for value, group in enumerate(groups)]
-            assert LEDGER.rows() == {Entry("point_to_point", "direct"): Traffic(36, 3)}
-            for transfer in leaving:
-                transfer.wait()
-        if cluster.rank == 0:
-            places = [torch.zeros(3) for group in groups]
-            sources = (2, 2, 1)  # rank 2 of all is rank 1 of the pair
-            pending = [irecv(*each) for each in zip(places, sources, groups, strict=True)]
-            for transfer in reversed(pending):
-                transfer.wait()
-            assert [place.tolist() for place in places] == [[float(value)] * 3 for value in range(3)]
-
-    run_ranks(work, 3)
+    if cluster.rank == 0:
+        places = [torch.zeros(3) for group in groups]
+        sources = (2, 2, 1)  # rank 2 of all is rank 1 of the pair
+        pending = [irecv(*each) for each in zip(places, sources, groups, strict=True)]
+        for transfer in reversed(pending):
+            transfer.wait()
+        assert [place.tolist() for place in places] == [[float(value)] * 3 for value in range(3)]
 
 
 @linux
@@ -247,28 +239,25 @@ def test_a_message_of_another_size_is_a_sentence_and_never_garbage(transport: st
 
 
 @linux
-def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind():
-    def open_files(cluster) -> list[int]:
-        counts = []
-        for _ in range(4):
-            group = dist.new_group([0, 1, 2])
-            left, right = (cluster.rank - 1) % 3, (cluster.rank + 1) % 3
-            for size in SIZES:
-                arriving = irecv(torch.zeros(size, dtype=torch.uint8), left, group)
-                isend(pattern(size, 0), right, group).wait()
-                arriving.wait()
-            dist.destroy_process_group(group)
-            del group, arriving
-            deadline = time.monotonic() + 10
-            while any(one.name == "messages" for one in threading.enumerate()):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            gc.collect()
-            counts.append(len(local_files()))
-        return counts
-
-    for counts in run_ranks(open_files, 3):
-        assert len(set(counts)) == 1
+@on_ranks(3)
+def test_a_group_that_is_freed_leaves_no_connection_and_no_thread_behind(cluster):
+    counts = []
+    for _ in range(4):
+        group = dist.new_group([0, 1, 2])
+        left, right = (cluster.rank - 1) % 3, (cluster.rank + 1) % 3
+        for size in SIZES:
+            arriving = irecv(torch.zeros(size, dtype=torch.uint8), left, group)
+            isend(pattern(size, 0), right, group).wait()
+            arriving.wait()
+        dist.destroy_process_group(group)
+        del group, arriving
+        deadline = time.monotonic() + 10
+        while any(one.name == "messages" for one in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        gc.collect()
+        counts.append(len(local_files()))
+    assert len(set(counts)) == 1
 
 
 def local_files() -> list[str]:

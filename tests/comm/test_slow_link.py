@@ -16,6 +16,7 @@ from lab.ranks import run_ranks
 from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Traffic
 from lab.trace.timeline import recorded, start_recording
+from tests.on_ranks import on_ranks
 
 MIB = 1 << 20
 
@@ -35,79 +36,71 @@ def test_what_is_not_a_link_is_refused_in_a_sentence(text: str):
     ("pattern", "transport"),
     [("pipelined_ring", "auto"), ("tree", "sockets"), ("ring", "gloo"), ("torch", "auto")],
 )
-def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(pattern: str, transport: str):
-    def slow(cluster) -> None:
-        use_transport(transport)
-        link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
-        all_reduce(x, pattern=pattern)
-        expected = cost.seconds("all_reduce", cost.formula_of("all_reduce", pattern), MIB, 3, link)
-        with slow_link.slowed(link):
-            for async_op in (False, True):
-                barrier(pattern="torch")
-                start = time.perf_counter()
-                all_reduce(x, async_op=async_op, pattern=pattern).wait()
-                assert time.perf_counter() - start >= expected
-        assert (x == 27).all()
-
-    run_ranks(slow, 3)
-
-
-def test_groups_share_a_link_and_a_group_of_one_machine_needs_none():
-    def slow(cluster) -> None:
-        shared, exempted = own_group([[0, 1]]), own_group([[0, 1]])
-        slow_link.share(shared, 2)
-        slow_link.exempt(exempted)
-        x, link = torch.ones(MIB // 4), Link(0.0, 1 / 50e6)
-        alone = cost.seconds("all_reduce", "ring", MIB, 2, link)
-        with slow_link.slowed(link):
+@on_ranks(3)
+def test_a_collective_takes_at_least_the_time_of_its_formula_in_every_pattern(
+    cluster, pattern: str, transport: str
+):
+    use_transport(transport)
+    link, x = Link(0.01, 1 / 50e6), torch.ones(MIB // 4)
+    all_reduce(x, pattern=pattern)
+    expected = cost.seconds("all_reduce", cost.formula_of("all_reduce", pattern), MIB, 3, link)
+    with slow_link.slowed(link):
+        for async_op in (False, True):
+            barrier(pattern="torch")
             start = time.perf_counter()
-            all_reduce(x, group=shared, pattern="ring")
-            assert time.perf_counter() - start >= 2 * alone
-        with slow_link.slowed(Link(3600.0, 0.0)):
-            all_reduce(x, group=exempted, pattern="ring")
-
-    run_ranks(slow, 2, timeout=60)
+            all_reduce(x, async_op=async_op, pattern=pattern).wait()
+            assert time.perf_counter() - start >= expected
+    assert (x == 27).all()
 
 
-def test_the_calling_thread_is_free_while_the_link_is_busy():
-    def slow(cluster) -> None:
-        with slow_link.slowed(Link(0.1, 0.0)):
-            handle = reduce_scatter(torch.empty(2), torch.ones(4), async_op=True)
-            assert not handle.is_completed()
-            handle.wait()
+@on_ranks(2, timeout=60)
+def test_groups_share_a_link_and_a_group_of_one_machine_needs_none(cluster):
+    shared, exempted = own_group([[0, 1]]), own_group([[0, 1]])
+    slow_link.share(shared, 2)
+    slow_link.exempt(exempted)
+    x, link = torch.ones(MIB // 4), Link(0.0, 1 / 50e6)
+    alone = cost.seconds("all_reduce", "ring", MIB, 2, link)
+    with slow_link.slowed(link):
+        start = time.perf_counter()
+        all_reduce(x, group=shared, pattern="ring")
+        assert time.perf_counter() - start >= 2 * alone
+    with slow_link.slowed(Link(3600.0, 0.0)):
+        all_reduce(x, group=exempted, pattern="ring")
 
-    run_ranks(slow, 2)
+
+@on_ranks(2)
+def test_the_calling_thread_is_free_while_the_link_is_busy(cluster):
+    with slow_link.slowed(Link(0.1, 0.0)):
+        handle = reduce_scatter(torch.empty(2), torch.ones(4), async_op=True)
+        assert not handle.is_completed()
+        handle.wait()
 
 
 @pytest.mark.parametrize("pattern", ["pipelined_ring", "torch"])
-def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(pattern: str):
-    def slow(cluster) -> None:
-        start_recording()
-        posted = time.perf_counter_ns()
-        with slow_link.slowed(Link(0.02, 0.0)):
-            all_reduce(torch.ones(3), async_op=True, pattern=pattern).wait()
-        events = {event.kind: event for event in recorded()}
-        assert {kind: event.lane for kind, event in events.items()} == {
-            "launch": "launches",
-            "wait": "main",
-            "communication": "communication",
-        }
-        event = events["communication"]
-        assert event.name == "all_reduce"
-        assert event.start_ns + event.duration_ns - posted >= 40_000_000
-        assert event.args["bytes"] == 12
-
-    run_ranks(slow, 2)
+@on_ranks(2)
+def test_the_time_on_the_link_is_seen_as_communication_on_its_own_lane(cluster, pattern: str):
+    start_recording()
+    posted = time.perf_counter_ns()
+    with slow_link.slowed(Link(0.02, 0.0)):
+        all_reduce(torch.ones(3), async_op=True, pattern=pattern).wait()
+    events = {event.kind: event for event in recorded()}
+    assert {kind: event.lane for kind, event in events.items()} == {
+        "launch": "launches",
+        "wait": "main",
+        "communication": "communication",
+    }
+    event = events["communication"]
+    assert event.name == "all_reduce"
+    assert event.start_ns + event.duration_ns - posted >= 40_000_000
+    assert event.args["bytes"] == 12
 
 
-def test_few_messages_win_for_small_tensors_and_few_bytes_for_large_ones():
-    def choose(cluster) -> list[str]:
-        with replaced("comm.cost.link_of", lambda group: Link(1e-4, 1e-9)):
-            sizes = (1, 1000, 10_000, MIB, 64 * MIB)
-            return [pattern_for("all_reduce", "auto", size) for size in sizes]
-
-    for chosen in run_ranks(choose, 3):
-        assert chosen == ["flat"] * 3 + ["pipelined_ring"] * 2
+@on_ranks(3)
+def test_few_messages_win_for_small_tensors_and_few_bytes_for_large_ones(cluster):
+    with replaced("comm.cost.link_of", lambda group: Link(1e-4, 1e-9)):
+        sizes = (1, 1000, 10_000, MIB, 64 * MIB)
+        chosen = [pattern_for("all_reduce", "auto", size) for size in sizes]
+    assert chosen == ["flat"] * 3 + ["pipelined_ring"] * 2
 
 
 def test_a_link_is_measured_once_on_all_ranks_alike_and_not_counted():

@@ -27,7 +27,10 @@ from tests.context_parallel.equivalence import (
     gpt,
     text,
 )
-from tests.wrappers import compare_with_one_process, heads_task
+from tests.equivalence import compare_with_one_process
+from tests.on_ranks import on_ranks
+from tests.tasks import heads_task
+from tests.wrappers import named
 
 # Of 16 tokens: borders inside chunks and between them, documents longer than the chunk of any rank, documents
 # of one token, and a sequence that is one document.
@@ -58,44 +61,38 @@ def test_attention_equals_one_process(what: str):
     run_ranks(work, n)
 
 
-def test_a_rank_uses_its_own_positions_and_targets():
-    def work(cluster: Cluster) -> None:
-        own = [[0, 1, 6, 7], [2, 3, 4, 5]][cluster.rank]
-        plain, ours = gpt(num_layers=1), RING.wrap(gpt(num_layers=1))
-        x, y = text(8)
-        logits, found = plain(x)[:, own], ours(x)
-        actual = {"logits": found.detach(), "loss": ours.loss(found, y).detach()}
-        expected = {"logits": logits.detach(), "loss": loss_of(logits, y[:, own]).detach()}
-        assert_same(actual, expected, what="forward of the ring, 8 tokens, 2 ranks,")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_rank_uses_its_own_positions_and_targets(cluster: Cluster):
+    own = [[0, 1, 6, 7], [2, 3, 4, 5]][cluster.rank]
+    plain, ours = gpt(num_layers=1), RING.wrap(gpt(num_layers=1))
+    x, y = text(8)
+    logits, found = plain(x)[:, own], ours(x)
+    actual = {"logits": found.detach(), "loss": ours.loss(found, y).detach()}
+    expected = {"logits": logits.detach(), "loss": loss_of(logits, y[:, own]).detach()}
+    assert_same(actual, expected, what="forward of the ring, 8 tokens, 2 ranks,")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_attention_and_its_gradients_equal_one_process_under_any_mask(n: int):
-    def work(cluster: Cluster) -> None:
-        heads = 4 * n
-        for variant in VARIANTS:
-            for length in (3, 16, 19):
-                compare_attention(cluster, variant, length, None, heads, 2 * n)
-            compare_attention(cluster, variant, 16, None, heads)
-            for rows in (BORDERS[:2], BORDERS[2:]):
-                documents = documents_with_borders(16, *rows)
-                compare_attention(cluster, variant, 16, documents, heads, 2 * n)
-
-    run_ranks(work, n)
+@on_ranks("n")
+def test_attention_and_its_gradients_equal_one_process_under_any_mask(cluster: Cluster, n: int):
+    heads = 4 * n
+    for variant in VARIANTS:
+        for length in (3, 16, 19):
+            compare_attention(cluster, variant, length, None, heads, 2 * n)
+        compare_attention(cluster, variant, 16, None, heads)
+        for rows in (BORDERS[:2], BORDERS[2:]):
+            documents = documents_with_borders(16, *rows)
+            compare_attention(cluster, variant, 16, documents, heads, 2 * n)
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token(n: int):
-    def work(cluster: Cluster) -> None:
-        for length in (1, 5):
-            for name in ("ring", "contiguous ring", "all to all"):
-                compare_with_one_process(cluster, name, heads_task(length), (1,))
-        if n == 4:
-            assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
-
-    run_ranks(work, n)
+@on_ranks("n")
+def test_sequences_that_the_ranks_do_not_divide_leave_some_of_them_without_a_token(cluster: Cluster, n: int):
+    for length in (1, 5):
+        for name in ("ring", "contiguous ring", "all to all"):
+            compare_with_one_process(cluster, named(name), heads_task(length), (1,))
+    if n == 4:
+        assert [RING.cut(1, n).length(rank) for rank in range(n)] == [1, 0, 0, 0]
 
 
 def checkpoint_blocks(model: GPT) -> None:
@@ -104,12 +101,10 @@ def checkpoint_blocks(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def test_blocks_computed_again_in_the_backward_have_the_gradients_of_one_process():
-    def work(cluster: Cluster) -> None:
-        for name in ("ring", "all to all"):
-            compare_with_one_process(cluster, name, heads_task(10), (2,), change=checkpoint_blocks)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_blocks_computed_again_in_the_backward_have_the_gradients_of_one_process(cluster: Cluster):
+    for name in ("ring", "all to all"):
+        compare_with_one_process(cluster, named(name), heads_task(10), (2,), change=checkpoint_blocks)
 
 
 def test_four_ranks_keep_at_most_0_30_of_one_processs_activations():
@@ -132,52 +127,46 @@ def test_four_ranks_keep_at_most_0_30_of_one_processs_activations():
         assert all(alone.bytes / 4 * 0.9 < each <= 0.30 * alone.bytes for each in of_rank)
 
 
-def test_all_to_all_attention_drops_out_and_the_ring_refuses_to():
-    def work(cluster: Cluster) -> None:
-        x, y = text(12)
-        model = ALL_TO_ALL.wrap(gpt(dropout=0.2))
-        torch.manual_seed(cluster.rank)
-        first, second = (model.loss(model(x), y) for _ in range(2))
-        assert first.item() != second.item()
-        second.backward()
-        model.finish_gradient_sync()
-        assert all(math.isfinite(p.grad.norm()) and p.grad.any() for p in model.parameters())
+@on_ranks(2)
+def test_all_to_all_attention_drops_out_and_the_ring_refuses_to(cluster: Cluster):
+    x, y = text(12)
+    model = ALL_TO_ALL.wrap(gpt(dropout=0.2))
+    torch.manual_seed(cluster.rank)
+    first, second = (model.loss(model(x), y) for _ in range(2))
+    assert first.item() != second.item()
+    second.backward()
+    model.finish_gradient_sync()
+    assert all(math.isfinite(p.grad.norm()) and p.grad.any() for p in model.parameters())
 
-        model = RING.wrap(gpt(dropout=0.2))
-        with pytest.raises(WorkbookError, match=r"drop.*0\.2"):
-            model(x)
-        plain = gpt(dropout=0.2).eval()
-        model.eval()
-        torch.testing.assert_close(model(x), model.own(plain(x)), rtol=1e-9, atol=1e-12)
-
-    run_ranks(work, 2)
+    model = RING.wrap(gpt(dropout=0.2))
+    with pytest.raises(WorkbookError, match=r"drop.*0\.2"):
+        model(x)
+    plain = gpt(dropout=0.2).eval()
+    model.eval()
+    torch.testing.assert_close(model(x), model.own(plain(x)), rtol=1e-9, atol=1e-12)
 
 
-def test_a_model_is_refused_that_cannot_be_cut():
-    def work(cluster: Cluster) -> None:
-        for variant, model, sentence in (
-            (ALL_TO_ALL, gpt(num_kv_heads=3), "3 heads of keys and values cannot be divided among 2 ranks"),
-            (Variant(False, RING.cut), gpt(), "needs the tokens in the order of the ranks"),
-            (RING, torch.nn.Linear(2, 2), "^ContextParallel takes a GPT, not a Linear.$"),
-        ):
-            with pytest.raises(WorkbookError, match=sentence):
-                variant.wrap(model)(text(4)[0])
-        with pytest.raises(ValueError, match="25 tokens in a row exceed block_size 24"):
-            RING.wrap(gpt())(text(25)[0])
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_model_is_refused_that_cannot_be_cut(cluster: Cluster):
+    for variant, model, sentence in (
+        (ALL_TO_ALL, gpt(num_kv_heads=3), "3 heads of keys and values cannot be divided among 2 ranks"),
+        (Variant(False, RING.cut), gpt(), "needs the tokens in the order of the ranks"),
+        (RING, torch.nn.Linear(2, 2), "^ContextParallel takes a GPT, not a Linear.$"),
+    ):
+        with pytest.raises(WorkbookError, match=sentence):
+            variant.wrap(model)(text(4)[0])
+    with pytest.raises(ValueError, match="25 tokens in a row exceed block_size 24"):
+        RING.wrap(gpt())(text(25)[0])
 
 
-def test_losses_may_be_computed_after_forwards_of_several_lengths():
-    def work(cluster: Cluster) -> None:
-        (x, y), model = text(16), gpt(0)
-        wrapped = ContextParallel(gpt(cluster.rank), ring_attention)
-        lengths = (x.shape[1], x.shape[1] // 2)
-        logits = [wrapped(x[:, :length]) for length in lengths]
-        losses = [wrapped.loss(one, y[:, :n]) for one, n in zip(logits, lengths, strict=True)]
-        torch.stack(losses).sum().backward()
-        wrapped.finish_gradient_sync()
-        torch.stack([loss_of(model(x[:, :n]), y[:, :n]) for n in lengths]).sum().backward()
-        assert_same(gradients(wrapped.module), gradients(model))
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_losses_may_be_computed_after_forwards_of_several_lengths(cluster: Cluster):
+    (x, y), model = text(16), gpt(0)
+    wrapped = ContextParallel(gpt(cluster.rank), ring_attention)
+    lengths = (x.shape[1], x.shape[1] // 2)
+    logits = [wrapped(x[:, :length]) for length in lengths]
+    losses = [wrapped.loss(one, y[:, :n]) for one, n in zip(logits, lengths, strict=True)]
+    torch.stack(losses).sum().backward()
+    wrapped.finish_gradient_sync()
+    torch.stack([loss_of(model(x[:, :n]), y[:, :n]) for n in lengths]).sum().backward()
+    assert_same(gradients(wrapped.module), gradients(model))

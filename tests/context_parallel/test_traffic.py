@@ -13,9 +13,9 @@ from context_parallel.sequence_cut import CUTS, AttentionPart, SequenceCut
 from context_parallel.traffic import all_to_all_layer, ring_layer
 from context_parallel.train_ring_attention import ring_attention
 from lab.cluster import Cluster
-from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from tests.context_parallel.equivalence import ALL_TO_ALL, CONTIGUOUS_RING, RING, Variant, gpt, text
+from tests.on_ranks import on_ranks
 from training.gradients import average_traffic
 
 VARIANTS = (RING, CONTIGUOUS_RING, ALL_TO_ALL)
@@ -37,55 +37,48 @@ def counted(variant: Variant, length: int, **changes: int) -> tuple[Traffic, Tra
     return attention, LEDGER.total() - attention, model.traffic(x.shape, layer) - gradients, gradients
 
 
-def test_each_rank_sends_what_the_formulas_say_for_uneven_lengths_too():
-    def count(cluster: Cluster) -> None:
-        for variant in VARIANTS:
-            for length in LENGTHS:
-                changes = {"num_layers": 1, "num_kv_heads": 4}
-                attention, gradients, expected, expected_gradients = counted(variant, length, **changes)
-                assert (attention, gradients) == (expected, expected_gradients), f"{variant}, {length} tokens"
-        assert not any(entry.by_formula for entry in LEDGER.rows())
-
-    run_ranks(count, 4)
+@on_ranks(4)
+def test_each_rank_sends_what_the_formulas_say_for_uneven_lengths_too(cluster: Cluster):
+    for variant in VARIANTS:
+        for length in LENGTHS:
+            changes = {"num_layers": 1, "num_kv_heads": 4}
+            attention, gradients, expected, expected_gradients = counted(variant, length, **changes)
+            assert (attention, gradients) == (expected, expected_gradients), f"{variant}, {length} tokens"
+    assert not any(entry.by_formula for entry in LEDGER.rows())
 
 
-def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens():
+@on_ranks(3)
+def test_the_closed_formulas_hold_where_all_ranks_have_equally_many_tokens(cluster: Cluster):
     """6 (n-1)/n T w_kv for the ring, 4 (n-1)/n^2 T (w + w_kv) for the all-to-all, for each sequence."""
-
-    def count(cluster: Cluster) -> None:
-        n, tokens, layers = 3, 24, 2
-        for kv_heads in (12, n):
-            kv_width = D * kv_heads // 12
-            for variant in VARIANTS:
-                attention, *_ = counted(variant, tokens, num_layers=layers, num_kv_heads=kv_heads)
-                if not variant.is_ring:
-                    numbers = 4 * (n - 1) * B * tokens * (D + kv_width) // n**2
-                    by_op = {e.op: t.bytes_sent for e, t in LEDGER.rows().items() if e.pattern != "header"}
-                    assert by_op["all_to_all"] == numbers * layers * ITEM
-                else:
-                    numbers = 6 * (n - 1) * B * tokens * kv_width // n
-                    assert attention == Traffic(numbers * layers * ITEM, 3 * (n - 1) * layers), str(variant)
-
-    run_ranks(count, 3)
-
-
-def test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward():
-    def work(cluster: Cluster) -> None:
-        n, cut = cluster.world_size, SequenceCut.zigzag(24, cluster.world_size)
-        q, k, v = (torch.ones(1, 2, 24 // n, 4).double().requires_grad_() for _ in range(3))
-        block = k.nbytes + v.nbytes
-        for what, rounds in (("forward", n - 1), ("backward", 2 * n - 1)):
-            LEDGER.clear()
-            if what == "forward":
-                y = ring_attention(q, k, v, SharedSequence(None, cut))
+    n, tokens, layers = 3, 24, 2
+    for kv_heads in (12, n):
+        kv_width = D * kv_heads // 12
+        for variant in VARIANTS:
+            attention, *_ = counted(variant, tokens, num_layers=layers, num_kv_heads=kv_heads)
+            if not variant.is_ring:
+                numbers = 4 * (n - 1) * B * tokens * (D + kv_width) // n**2
+                by_op = {e.op: t.bytes_sent for e, t in LEDGER.rows().items() if e.pattern != "header"}
+                assert by_op["all_to_all"] == numbers * layers * ITEM
             else:
-                y.sum().backward()
-            sent = LEDGER.total().bytes_sent / block
-            assert sent <= rounds + 0.2, (
-                f"the {what} on {n} ranks sends the keys and values of {sent:.2f} ranks, and not {rounds}"
-            )
+                numbers = 6 * (n - 1) * B * tokens * kv_width // n
+                assert attention == Traffic(numbers * layers * ITEM, 3 * (n - 1) * layers), str(variant)
 
-    run_ranks(work, 3)
+
+@on_ranks(3)
+def test_a_rank_sends_keys_and_values_round_the_ring_once_forward_and_twice_backward(cluster: Cluster):
+    n, cut = cluster.world_size, SequenceCut.zigzag(24, cluster.world_size)
+    q, k, v = (torch.ones(1, 2, 24 // n, 4).double().requires_grad_() for _ in range(3))
+    block = k.nbytes + v.nbytes
+    for what, rounds in (("forward", n - 1), ("backward", 2 * n - 1)):
+        LEDGER.clear()
+        if what == "forward":
+            y = ring_attention(q, k, v, SharedSequence(None, cut))
+        else:
+            y.sum().backward()
+        sent = LEDGER.total().bytes_sent / block
+        assert sent <= rounds + 0.2, (
+            f"the {what} on {n} ranks sends the keys and values of {sent:.2f} ranks, and not {rounds}"
+        )
 
 
 def test_contiguous_pieces_take_1_75_times_as_long_on_four_ranks_and_the_zigzag_cut_is_balanced():

@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_parallel.train_bucket_overlap import Bucket, BucketDataParallel, fill
 from lab.cluster import Cluster
-from lab.ranks import run_ranks
 from lab.units import MIB
-from tests.wrappers import accumulate, gpt, mine, no_sync, text, text_loss
+from tests.equivalence import accumulate, mine, no_sync
+from tests.on_ranks import on_ranks
+from tests.tasks import gpt, text, text_loss
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -57,15 +58,13 @@ def test_buckets_keep_the_order_have_one_dtype_each_and_are_filled_up_to_their_c
             assert is_full or buckets[k + 1][0].dtype != bucket[0].dtype, told
 
 
-def test_the_last_layers_come_first_and_only_the_first_bucket_is_small():
-    def work(cluster: Cluster) -> None:
-        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))  # 16 KiB each
-        model = BucketDataParallel(layers, bucket_mb=1 / 16, first_mb=1 / 32)
-        places = {p: i for i, p in enumerate(layers.parameters())}
-        found = [[places[p] for p in bucket.views] for bucket in model.buckets]
-        assert found == [[7, 6], [5, 4, 3, 2], [1, 0]]
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_the_last_layers_come_first_and_only_the_first_bucket_is_small(cluster: Cluster):
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))  # 16 KiB each
+    model = BucketDataParallel(layers, bucket_mb=1 / 16, first_mb=1 / 32)
+    places = {p: i for i, p in enumerate(layers.parameters())}
+    found = [[places[p] for p in bucket.views] for bucket in model.buckets]
+    assert found == [[7, 6], [5, 4, 3, 2], [1, 0]]
 
 
 def lies_in(gradient: Tensor, bucket: Bucket) -> bool:
@@ -73,18 +72,16 @@ def lies_in(gradient: Tensor, bucket: Bucket) -> bool:
     return 0 <= start <= bucket.flat.nbytes - gradient.nbytes
 
 
-def test_gradients_are_views_of_the_buckets_however_they_are_zeroed():
-    def work(cluster: Cluster) -> None:
-        for bucket_mb in (1e-6, 0.02, 4.0):
-            model = BucketDataParallel(gpt(cluster.rank), bucket_mb=bucket_mb)
-            for microbatches, set_to_none in ((1, True), (2, False), (2, True)):
-                model.zero_grad(set_to_none)
-                accumulate(model, text_loss, mine(cluster, text()), microbatches)
-                for each in model.trained:
-                    assert sum(lies_in(each.grad, bucket) for bucket in model.buckets) == 1
-                    assert each.grad.stride() == each.stride()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_are_views_of_the_buckets_however_they_are_zeroed(cluster: Cluster):
+    for bucket_mb in (1e-6, 0.02, 4.0):
+        model = BucketDataParallel(gpt(cluster.rank), bucket_mb=bucket_mb)
+        for microbatches, set_to_none in ((1, True), (2, False), (2, True)):
+            model.zero_grad(set_to_none)
+            accumulate(model, text_loss, mine(cluster, text()), microbatches)
+            for each in model.trained:
+                assert sum(lies_in(each.grad, bucket) for bucket in model.buckets) == 1
+                assert each.grad.stride() == each.stride()
 
 
 def test_the_place_of_a_gradient_that_is_missing_is_filled_with_zeros():
@@ -109,14 +106,12 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied():
-    def work(cluster: Cluster) -> None:
-        model = BucketDataParallel(nn.Linear(3, 2))
-        for set_to_none, expected in ((True, 2), (False, 0)):
-            model.zero_grad(set_to_none)
-            loss = model(torch.ones(1, 3)).sum()
-            with no_sync(model), Copies() as copies:
-                loss.backward()
-            assert copies.count == expected
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_new_gradients_are_copied_into_the_bucket_once_and_views_are_not_copied(cluster: Cluster):
+    model = BucketDataParallel(nn.Linear(3, 2))
+    for set_to_none, expected in ((True, 2), (False, 0)):
+        model.zero_grad(set_to_none)
+        loss = model(torch.ones(1, 3)).sum()
+        with no_sync(model), Copies() as copies:
+            loss.backward()
+        assert copies.count == expected

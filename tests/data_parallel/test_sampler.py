@@ -5,8 +5,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 from comm.collectives import all_reduce
 from data_parallel.sampler import DistributedSampler, Uneven
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
+from tests.refusals import refusal
 
 SIZES = [(num_examples, world_size) for num_examples in (0, 1, 5, 12, 101) for world_size in (1, 2, 3, 4, 7)]
 
@@ -57,17 +57,6 @@ def test_with_pad_or_drop_shares_have_equal_lengths_and_equal_those_of_torchs_sa
                 assert share == list(theirs), what
 
 
-def test_an_unknown_value_of_uneven_is_refused():
-    with pytest.raises(WorkbookError, match="uneven='stretch': choose one of pad, drop, keep"):
-        DistributedSampler(5, 0, 2, uneven="stretch")
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_of_the_world_is_refused(rank: int):
-    with pytest.raises(WorkbookError, match=f"Rank {rank} is not one of 2 ranks, which are 0 to 1"):
-        DistributedSampler(10, rank, world_size=2)
-
-
 def test_each_epoch_has_another_order_that_can_be_repeated():
     sampler = DistributedSampler(100, rank=1, world_size=2)
     orders = set()
@@ -79,6 +68,14 @@ def test_each_epoch_has_another_order_that_can_be_repeated():
     assert shares(100, 1)[0] != list(range(100))
 
 
-def test_a_dataset_in_place_of_its_length_is_refused():
-    with pytest.raises(WorkbookError, match=r"^num_examples is a number: give len\(dataset\)"):
-        DistributedSampler({"x": 1}, 0, 1)
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((5, 0, 2, 0, "stretch"), "uneven='stretch': choose one of pad, drop, keep"),
+        ((10, -1, 2), "Rank -1 is not one of 2 ranks, which are 0 to 1"),
+        ((10, 2, 2), "Rank 2 is not one of 2 ranks, which are 0 to 1"),
+        (({"x": 1}, 0, 1), "num_examples is a number: give len(dataset)"),
+    ],
+)
+def test_what_makes_no_sampler_is_refused_in_a_sentence(arguments: tuple, sentence: str):
+    assert sentence in refusal(DistributedSampler, *arguments)

@@ -16,6 +16,7 @@ from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from tests.expert_parallel.equivalence import compare_with_one_process
 from tests.expert_parallel.reference import gpt, text
+from tests.on_ranks import on_ranks
 
 # The number of ranks, and the options of each comparison.
 CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
@@ -68,23 +69,20 @@ def test_the_rank_of_an_expert_changes_neither_its_weights_nor_its_gradients():
     assert len({digest for n in (1, 2, 3) for digest in run_ranks(work, n)}) == 1
 
 
-def test_only_tokens_for_other_ranks_are_sent():
+@on_ranks(2)
+def test_only_tokens_for_other_ranks_are_sent(cluster: Cluster):
     """The forward sends what leaves and returns what has come, the backward the same; d is the width."""
-
-    def count(cluster: Cluster) -> None:
-        model, d, itemsize = ExpertParallel(gpt(), MoEConfig(4, 1), form_groups(2)), 8, 8
-        x, y = (part[6 * cluster.rank :][:6] for part in text())
-        LEDGER.clear()
-        loss_of(model(x), y).backward()
-        model.finish_gradient_sync()
-        sent = {entry.op: t.bytes_sent for entry, t in LEDGER.rows().items() if entry.pattern != "header"}
-        sent_rE = sum(layer.sent_rE for layer in model.layers)
-        tokens = int(sent_rE[0, 2:].sum() + sent_rE[1, :2].sum())
-        assert sent["all_to_all"] == 2 * tokens * d * itemsize
-        assert sent["all_gather"] == len(model.layers) * 4 * 8  # a count of 8 bytes for each expert
-        assert sent["all_reduce"] == sum(parameter.numel() for parameter in model.dense) * itemsize
-
-    run_ranks(count, 2)
+    model, d, itemsize = ExpertParallel(gpt(), MoEConfig(4, 1), form_groups(2)), 8, 8
+    x, y = (part[6 * cluster.rank :][:6] for part in text())
+    LEDGER.clear()
+    loss_of(model(x), y).backward()
+    model.finish_gradient_sync()
+    sent = {entry.op: t.bytes_sent for entry, t in LEDGER.rows().items() if entry.pattern != "header"}
+    sent_rE = sum(layer.sent_rE for layer in model.layers)
+    tokens = int(sent_rE[0, 2:].sum() + sent_rE[1, :2].sum())
+    assert sent["all_to_all"] == 2 * tokens * d * itemsize
+    assert sent["all_gather"] == len(model.layers) * 4 * 8  # a count of 8 bytes for each expert
+    assert sent["all_reduce"] == sum(parameter.numel() for parameter in model.dense) * itemsize
 
 
 def moved_biases(cluster: Cluster, parts: int, how: str = "") -> list[list[float]]:
@@ -105,42 +103,34 @@ def moved_biases(cluster: Cluster, parts: int, how: str = "") -> list[list[float
     return [counts, *(layer.router.bias_E.tolist() for layer in model.layers)]
 
 
-def test_a_bias_moves_by_the_choices_of_all_microbatches_of_a_step():
-    def work(cluster: Cluster) -> None:
-        expected = moved_biases(cluster, 1)
-        assert any(any(biases) for biases in expected[1:])
-        assert moved_biases(cluster, 3) == expected
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_bias_moves_by_the_choices_of_all_microbatches_of_a_step(cluster: Cluster):
+    expected = moved_biases(cluster, 1)
+    assert any(any(biases) for biases in expected[1:])
+    assert moved_biases(cluster, 3) == expected
 
 
-def test_choices_that_are_computed_again_for_the_backward_count_once():
-    def work(cluster: Cluster) -> None:
-        for how in ("reentrant", "not reentrant"):
-            model_biases, expected = moved_biases(cluster, 2, how), moved_biases(cluster, 2)
-            assert model_biases == expected, how
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_choices_that_are_computed_again_for_the_backward_count_once(cluster: Cluster):
+    for how in ("reentrant", "not reentrant"):
+        model_biases, expected = moved_biases(cluster, 2, how), moved_biases(cluster, 2)
+        assert model_biases == expected, how
 
 
-def test_an_auxiliary_loss_without_a_gradient_is_refused():
-    def work(cluster: Cluster) -> None:
-        model = ExpertParallel(gpt(0), MoEConfig(4, 1), form_groups(cluster.world_size))
-        for block in model.module.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=True)
-        model(text()[0])
-        with pytest.raises(WorkbookError, match="use_reentrant=False"):
-            model.auxiliary_loss()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_auxiliary_loss_without_a_gradient_is_refused(cluster: Cluster):
+    model = ExpertParallel(gpt(0), MoEConfig(4, 1), form_groups(cluster.world_size))
+    for block in model.module.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    model(text()[0])
+    with pytest.raises(WorkbookError, match="use_reentrant=False"):
+        model.auxiliary_loss()
 
 
-def test_inference_mode_computes_what_no_grad_does():
-    def work(cluster: Cluster) -> None:
-        model = ExpertParallel(gpt(0), MoEConfig(4, 2), form_groups(cluster.world_size)).eval()
-        with torch.no_grad():
-            expected = model(text()[0])
-        with torch.inference_mode():
-            assert torch.equal(model(text()[0]), expected)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_inference_mode_computes_what_no_grad_does(cluster: Cluster):
+    model = ExpertParallel(gpt(0), MoEConfig(4, 2), form_groups(cluster.world_size)).eval()
+    with torch.no_grad():
+        expected = model(text()[0])
+    with torch.inference_mode():
+        assert torch.equal(model(text()[0]), expected)

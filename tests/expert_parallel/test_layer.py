@@ -10,10 +10,10 @@ from expert_parallel.train_moe import MixtureOfExperts
 from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.models.model import GPTConfig
-from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from tests.expert_parallel.equivalence import gradients_or_zeros
 from tests.expert_parallel.reference import NaiveMixture
+from tests.on_ranks import on_ranks
 
 CONFIG = GPTConfig(num_layers=1, width=8)
 
@@ -55,63 +55,52 @@ def compare_layer(cluster: Cluster, choices: list[list[int]], num_experts: int =
     assert_same(actual, gradients_or_zeros(naive), what=f"gradient, {what},")
 
 
-def test_tokens_reach_their_experts_and_come_home_in_order():
-    def work(cluster: Cluster) -> None:
-        for choices in (
-            [[0, 3], [3, 0], [1, 2], [2, 1], [0, 1], [3, 2], [2, 0], [1, 3]],
-            [[2, 0], [2, 3], [2, 1], [2, 0], [2, 3], [2, 1], [2, 0], [2, 3]],
-        ):
-            compare_layer(cluster, choices)
-
-    for n in (2, 1, 4):
-        run_ranks(work, n)
+@on_ranks(2, 1, 4)
+def test_tokens_reach_their_experts_and_come_home_in_order(cluster: Cluster):
+    for choices in (
+        [[0, 3], [3, 0], [1, 2], [2, 1], [0, 1], [3, 2], [2, 0], [1, 3]],
+        [[2, 0], [2, 3], [2, 1], [2, 0], [2, 3], [2, 1], [2, 0], [2, 3]],
+    ):
+        compare_layer(cluster, choices)
 
 
-def test_a_rank_sends_nothing_to_others():
-    def work(cluster: Cluster) -> None:
-        compare_layer(cluster, [[0, 1], [1, 0], [0, 1], [1, 0], [2, 3], [3, 2], [2, 3], [3, 2]])  # nor gets
-        compare_layer(cluster, [[0], [1], [1], [0], [0], [1], [0], [1]])  # rank 1 gets nothing at all
-        compare_layer(cluster, [[2], [3], [3], [2], [0], [1], [0], [1]])  # all tokens change places
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_rank_sends_nothing_to_others(cluster: Cluster):
+    compare_layer(cluster, [[0, 1], [1, 0], [0, 1], [1, 0], [2, 3], [3, 2], [2, 3], [3, 2]])  # nor gets
+    compare_layer(cluster, [[0], [1], [1], [0], [0], [1], [0], [1]])  # rank 1 gets nothing at all
+    compare_layer(cluster, [[2], [3], [3], [2], [0], [1], [0], [1]])  # all tokens change places
 
 
-def test_all_tokens_choose_one_expert():
-    def work(cluster: Cluster) -> None:
-        compare_layer(cluster, [[3]] * 8)
-        compare_layer(cluster, [[3]] * 8, capacity=1.0)
-        compare_layer(cluster, [[3, 1]] * 8, capacity=0.01, shared=True)
-
-    run_ranks(work, 4)
+@on_ranks(4)
+def test_all_tokens_choose_one_expert(cluster: Cluster):
+    compare_layer(cluster, [[3]] * 8)
+    compare_layer(cluster, [[3]] * 8, capacity=1.0)
+    compare_layer(cluster, [[3, 1]] * 8, capacity=0.01, shared=True)
 
 
-def test_the_first_tokens_are_kept_where_the_capacity_ends():
-    def work(cluster: Cluster) -> None:
-        layer = MixtureOfExperts(CONFIG, MoEConfig(4, 1, 1.0), form_groups(2), seed=0, layer=0).double()
-        with torch.no_grad():
-            layer.router.weight.copy_(torch.eye(4, CONFIG.width))
-        y = layer(tokens_for(torch.tensor([[2], [2], [0], [2], [2], [0], [0], [2]]), 4))
-        # A rank has 8 tokens for 4 experts, so an expert takes 2 of them.
-        kept = [True, True, True, False, False, True, False, False]
-        assert (y != 0).any(1).tolist() == kept
-        assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
-        layer.eval()
-        layer(torch.zeros(1 + cluster.rank, CONFIG.width).double())  # an evaluation changes no count
-        assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_first_tokens_are_kept_where_the_capacity_ends(cluster: Cluster):
+    layer = MixtureOfExperts(CONFIG, MoEConfig(4, 1, 1.0), form_groups(2), seed=0, layer=0).double()
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.eye(4, CONFIG.width))
+    y = layer(tokens_for(torch.tensor([[2], [2], [0], [2], [2], [0], [0], [2]]), 4))
+    # A rank has 8 tokens for 4 experts, so an expert takes 2 of them.
+    kept = [True, True, True, False, False, True, False, False]
+    assert (y != 0).any(1).tolist() == kept
+    assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
+    layer.eval()
+    layer(torch.zeros(1 + cluster.rank, CONFIG.width).double())  # an evaluation changes no count
+    assert layer.sent_rE.tolist() == [[2, 0, 2, 0]] * 2
 
 
-def test_a_token_travels_only_to_its_experts():
-    def work(cluster: Cluster) -> None:
-        n, moe = cluster.world_size, MoEConfig(4, 1)
-        ours = MixtureOfExperts(CONFIG, moe, form_groups(n), seed=0, layer=0).double()
-        x = torch.randn(1, 60, 8, generator=torch.Generator().manual_seed(cluster.rank)).double()
-        ours(x)  # the first call may do more
-        LEDGER.clear()
-        ours(x)
-        sent = LEDGER.total().bytes_sent / x.nbytes
-        # Its own tokens there and those of others back: of n equal shares n-1 are of other ranks.
-        assert sent < 2, f"a rank sends {sent:.2f} times the bytes of its tokens, and not less than 2"
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_token_travels_only_to_its_experts(cluster: Cluster):
+    n, moe = cluster.world_size, MoEConfig(4, 1)
+    ours = MixtureOfExperts(CONFIG, moe, form_groups(n), seed=0, layer=0).double()
+    x = torch.randn(1, 60, 8, generator=torch.Generator().manual_seed(cluster.rank)).double()
+    ours(x)  # the first call may do more
+    LEDGER.clear()
+    ours(x)
+    sent = LEDGER.total().bytes_sent / x.nbytes
+    # Its own tokens there and those of others back: of n equal shares n-1 are of other ranks.
+    assert sent < 2, f"a rank sends {sent:.2f} times the bytes of its tokens, and not less than 2"

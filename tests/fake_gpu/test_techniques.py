@@ -12,16 +12,16 @@ from data_parallel.train_overlap import OverlapDataParallel
 from lab.cluster import Cluster
 from lab.models.model import loss_of
 from lab.ranks import run_ranks
-from tests import wrappers
+from tests import tasks
+from tests.equivalence import compare_with_one_process
 from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import SHORT, on_gpus
 from tests.pipeline_parallel import equivalence as pipelines
 from tests.run_modes import train
-from tests.wrappers import Task
+from tests.tasks import Task
+from tests.wrappers import Wrapper, for_each, select
 
 SLOW = "0.002"  # seconds
-
-REPLICAS = ("naive", "overlap", "buckets", "a bucket for each", "ddp")
 
 
 def on(device: torch.device, task: Task) -> Task:
@@ -30,33 +30,33 @@ def on(device: torch.device, task: Task) -> Task:
     return Task(lambda seed: task.make(seed).to(device), task.loss, batch)
 
 
-@pytest.mark.parametrize("name", REPLICAS)
-def test_data_parallel_equals_one_process(name: str):
+@for_each(select(lesson="data_parallel"))
+def test_data_parallel_equals_one_process(wrapper: Wrapper):
     def compare(cluster: Cluster) -> None:
-        for task in (wrappers.BRANCHES, wrappers.TEXT):
-            wrappers.compare_with_one_process(cluster, name, on(cluster.device, task))
+        for task in (tasks.BRANCHES, tasks.TEXT):
+            compare_with_one_process(cluster, wrapper, on(cluster.device, task))
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("stage", wrappers.ZERO_STAGES)
-def test_zero_equals_one_process(stage: str):
-    options = {} if stage == "zero3" else {"bucket_mb": 0.01}
+@for_each(select(lesson="zero", by_torch=False, overlaps=True))
+def test_zero_equals_one_process(wrapper: Wrapper):
+    options = {} if wrapper.stage == 3 else {"bucket_mb": 0.01}
 
     def compare(cluster: Cluster) -> None:
-        task = on(cluster.device, wrappers.DEEP)
-        wrappers.compare_with_one_process(cluster, stage, task, (1, 3), clip=0.5, **options)
+        task = on(cluster.device, tasks.DEEP)
+        compare_with_one_process(cluster, wrapper, task, (1, 3), clip=0.5, **options)
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@pytest.mark.parametrize("name", [*wrappers.TENSORS, *wrappers.DTENSORS])
-def test_tensor_parallel_on_gpus_equals_one_process(name: str):
+@for_each(select(lesson="tensor_parallel"))
+def test_tensor_parallel_on_gpus_equals_one_process(wrapper: Wrapper):
     def compare(cluster: Cluster) -> None:
-        if name in wrappers.TENSORS or dist.get_backend() == "nccl":  # DTensors need it
-            clip = 0.5 if name in wrappers.TENSORS else None
-            task = on(cluster.device, wrappers.heads_task(num_layers=2))
-            wrappers.compare_with_one_process(cluster, name, task, (1, 1, 1), clip=clip)
+        if not wrapper.by_torch or dist.get_backend() == "nccl":  # DTensors need it
+            clip = 0.5 if wrapper.clips else None
+            task = on(cluster.device, tasks.heads_task(num_layers=2))
+            compare_with_one_process(cluster, wrapper, task, (1, 1, 1), clip=clip)
 
     on_gpus(compare, FAKE_SLOW=SLOW)
 
@@ -98,12 +98,12 @@ def test_what_sends_less_trains_on_gpus_as_on_cpus(run: str):
 
 
 @pytest.mark.skipif(REAL not in os.environ, reason="a fake GPU computes on the host")
-@pytest.mark.parametrize("wrapper", [OverlapDataParallel, BucketDataParallel])
-def test_the_host_runs_ahead_of_a_real_gpu_in_a_step_of_an_overlapping_wrapper(wrapper: type[nn.Module]):
+@pytest.mark.parametrize("lesson", [OverlapDataParallel, BucketDataParallel])
+def test_the_host_runs_ahead_of_a_real_gpu_in_a_step_of_an_overlapping_wrapper(lesson: type[nn.Module]):
     def train(cluster: Cluster) -> None:
-        model = wrapper(wrappers.gpt(0).float().to(cluster.device))
+        model = lesson(tasks.gpt(0).float().to(cluster.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x, y = on(cluster.device, wrappers.TEXT).batch(1)
+        x, y = on(cluster.device, tasks.TEXT).batch(1)
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
             optimizer.zero_grad()

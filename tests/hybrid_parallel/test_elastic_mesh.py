@@ -21,6 +21,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from tests.hybrid_parallel.test_elastic import and_then, at_step, die
+from tests.on_ranks import on_ranks
 from training.checkpoint import Checkpoints, complete_steps
 from training.resuming import Resuming
 from training.state_shards import tensors_and_numbers
@@ -36,19 +37,17 @@ def test_without_a_checkpoint_the_survivors_train_from_the_beginning(tmp_path):
     assert not isinstance(results[0], RankError), results[0]
 
 
-def test_a_timeout_while_the_groups_of_a_mesh_form_leads_to_another_group_of_all():
+@on_ranks(2, timeout=60)
+def test_a_timeout_while_the_groups_of_a_mesh_form_leads_to_another_group_of_all(cluster: Cluster):
     def times_out(original: Any) -> Any:
         def fail(*args: Any, **options: Any) -> None:
             raise RuntimeError("Wait timeout")  # as gloo says it
 
         return fail
 
-    def work(cluster: Cluster) -> None:
-        if cluster.rank == 1:
-            at_step(0, dist, "new_subgroups_by_enumeration", times_out)
-        train_elastic_mesh.main(cluster, dataclasses.replace(ARGS, steps=2, zero=1))
-
-    run_ranks(work, 2, timeout=60)
+    if cluster.rank == 1:
+        at_step(0, dist, "new_subgroups_by_enumeration", times_out)
+    train_elastic_mesh.main(cluster, dataclasses.replace(ARGS, steps=2, zero=1))
 
 
 def test_the_mesh_of_the_survivors_holds_no_more_on_a_rank_than_before_and_keeps_what_it_can():

@@ -18,6 +18,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, compare, gpt
+from tests.on_ranks import on_ranks
 from training.clipping import clip_grad_norm_
 
 MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
@@ -180,18 +181,16 @@ def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
     assert run_ranks(work, 2) == [(5.0, True), (5.0, True)]
 
 
-def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_refused():
-    def work(cluster: Cluster) -> None:
-        x, y = batch(2)
-        for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3)):
-            hybrid = put_on_mesh(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
+@on_ranks(2)
+def test_a_second_backward_before_zero_grad_and_sequences_of_another_length_are_refused(cluster: Cluster):
+    x, y = batch(2)
+    for sizes in (Sizes(data=2), Sizes(data=2, zero=1), Sizes(data=2, zero=3)):
+        hybrid = put_on_mesh(gpt(), Mesh(cluster, sizes), x, torch.optim.SGD, lr=0.1)
+        hybrid.backward(x, y)
+        with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):
             hybrid.backward(x, y)
-            with pytest.raises(WorkbookError, match=r"call optimizer\.zero_grad\(\) first"):
-                hybrid.backward(x, y)
-            hybrid.optimizer.zero_grad()
-            hybrid.backward(x, y)
-        hybrid = put_on_mesh(gpt(), Mesh(cluster, Sizes(context=2)), x)
-        with pytest.raises(WorkbookError, match="The sequences have 8 tokens, and were cut for 12"):
-            hybrid.own_tokens(x[:, :8])
-
-    run_ranks(work, 2)
+        hybrid.optimizer.zero_grad()
+        hybrid.backward(x, y)
+    hybrid = put_on_mesh(gpt(), Mesh(cluster, Sizes(context=2)), x)
+    with pytest.raises(WorkbookError, match="The sequences have 8 tokens, and were cut for 12"):
+        hybrid.own_tokens(x[:, :8])

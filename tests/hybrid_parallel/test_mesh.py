@@ -24,6 +24,8 @@ from lab.models.model import GPTConfig, MLPConfig
 from lab.ranks import run_ranks
 from lab.replace import replaced
 from tests.hybrid_parallel.equivalence import gpt
+from tests.on_ranks import on_ranks
+from tests.refusals import refusal
 
 GPT = GPTConfig(num_layers=8, num_heads=6, width=24)
 
@@ -90,30 +92,26 @@ def test_a_rank_gives_up_in_any_group_after_the_jobs_timeout():
         run_ranks(work, 2, timeout=10, group_timeout=0.5)
 
 
-def test_a_group_that_does_not_form_in_time_is_refused_in_a_sentence():
-    def work(cluster):
-        def times_out(*args, **options):
-            raise RuntimeError("Wait timeout")  # as gloo says it
+@on_ranks(1)
+def test_a_group_that_does_not_form_in_time_is_refused_in_a_sentence(cluster):
+    def times_out(*args, **options):
+        raise RuntimeError("Wait timeout")  # as gloo says it
 
-        sentence = "^cannot form the groups of the mesh: another rank has not answered in time$"
-        with (
-            replaced("torch.distributed.new_subgroups_by_enumeration", times_out),
-            pytest.raises(LostRank, match=sentence),
-        ):
-            Mesh(cluster, ParallelSizes())
-
-    run_ranks(work, 1)
+    sentence = "^cannot form the groups of the mesh: another rank has not answered in time$"
+    with (
+        replaced("torch.distributed.new_subgroups_by_enumeration", times_out),
+        pytest.raises(LostRank, match=sentence),
+    ):
+        Mesh(cluster, ParallelSizes())
 
 
-def test_torchs_own_device_mesh_has_the_same_groups():
-    def same(cluster):
-        sizes = ParallelSizes(pipeline=2, data=1, context=2, tensor=2)
-        mesh, theirs = Mesh(cluster, sizes), init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=AXES)
-        for axis in AXES:
-            assert ranks_of(mesh.group(axis)) == ranks_of(theirs.get_group(axis))
-            assert mesh.coordinate(axis) == theirs.get_local_rank(axis)
-
-    run_ranks(same, 8)
+@on_ranks(8)
+def test_torchs_own_device_mesh_has_the_same_groups(cluster):
+    sizes = ParallelSizes(pipeline=2, data=1, context=2, tensor=2)
+    mesh, theirs = Mesh(cluster, sizes), init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=AXES)
+    for axis in AXES:
+        assert ranks_of(mesh.group(axis)) == ranks_of(theirs.get_group(axis))
+        assert mesh.coordinate(axis) == theirs.get_local_rank(axis)
 
 
 def test_replicas_and_stages_draw_masks_of_their_own():
@@ -205,12 +203,8 @@ def test_sizes_that_make_no_sense_are_refused_in_a_sentence(
         refuse_sizes(ParallelSizes(**sizes), config, 24, 4, experts)
 
 
-def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes():
-    def work(cluster: Cluster) -> str:
-        x = torch.zeros(2, 12, dtype=torch.long)
-        with pytest.raises(WorkbookError) as refusal:
-            put_on_mesh(gpt(num_layers=1), Mesh(cluster, ParallelSizes(pipeline=2)), x, torch.optim.SGD)
-        return str(refusal.value)
-
-    [sentence] = set(run_ranks(work, 2))
+@on_ranks(2)
+def test_a_mesh_that_does_not_fit_the_model_is_refused_without_refuse_sizes(cluster: Cluster):
+    mesh, x = Mesh(cluster, ParallelSizes(pipeline=2)), torch.zeros(2, 12, dtype=torch.long)
+    sentence = refusal(put_on_mesh, gpt(num_layers=1), mesh, x, torch.optim.SGD)
     assert sentence == "2 stages need at least as many layers, and the model has 1."

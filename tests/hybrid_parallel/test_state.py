@@ -24,8 +24,8 @@ from lab.models.model import GPT, GPTConfig
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, gpt
 from tests.hybrid_parallel.test_run import summaries
+from tests.refusals import refusal
 from tests.run_modes import ROOT
-from tests.training.checkpoint_toys import refusal
 from training.checkpoint import Checkpoints, fill_shards, read_manifest
 from training.state_shards import StateShard
 

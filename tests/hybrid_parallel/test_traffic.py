@@ -17,32 +17,29 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from tests.hybrid_parallel.equivalence import batch, counting, gpt
+from tests.on_ranks import on_ranks
 
 
-def test_each_message_counts_for_the_axis_along_which_it_travels():
-    def counted(cluster: Cluster) -> None:
+@on_ranks(4)
+def test_each_message_counts_for_the_axis_along_which_it_travels(cluster: Cluster):
+    for pattern in ("pipelined_ring", "tree", "torch"):
+        all_reduce(torch.ones(3), pattern=pattern)  # connects all ranks, before the group gets a name
+    square = Mesh(cluster, ParallelSizes(pipeline=2, tensor=2))
+    groups = {"pipeline": square.pipeline, "tensor": square.tensor}
+    cut = Mesh(cluster, ParallelSizes(data=2, context=2, expert_ranks=2))
+    groups |= {"data": cut.data, "context": cut.context, "expert": cut.form_expert_groups().experts}
+    # Ranks that average gradients, all of them or those of an expert, communicate along the data axis.
+    along = [*groups.items(), ("data", cut.replicas), ("data", cut.form_expert_groups().replicas)]
+    assert {axis for axis, _ in along} == set(AXES)
+    for axis, group in along:
         for pattern in ("pipelined_ring", "tree", "torch"):
-            all_reduce(torch.ones(3), pattern=pattern)  # connects all ranks, before the group gets a name
-        square = Mesh(cluster, ParallelSizes(pipeline=2, tensor=2))
-        groups = {"pipeline": square.pipeline, "tensor": square.tensor}
-        cut = Mesh(cluster, ParallelSizes(data=2, context=2, expert_ranks=2))
-        groups |= {"data": cut.data, "context": cut.context, "expert": cut.form_expert_groups().experts}
-        # Ranks that average gradients, all of them or those of an expert, communicate along the data axis.
-        along = [*groups.items(), ("data", cut.replicas), ("data", cut.form_expert_groups().replicas)]
-        assert {axis for axis, _ in along} == set(AXES)
-        for axis, group in along:
-            for pattern in ("pipelined_ring", "tree", "torch"):
-                LEDGER.clear()
-                all_reduce(torch.ones(3), group=group, pattern=pattern)
-                axes = {entry.axis for entry in LEDGER.rows()}
-                assert axes == {axis}, f"messages of {pattern} along {axis} count for another axis: {axes}"
-        LEDGER.clear()
-        send(torch.ones(1), 1, square.pipeline) if cluster.rank < 2 else recv(
-            torch.ones(1), 0, square.pipeline
-        )
-        assert {entry.axis for entry in LEDGER.rows()} <= {"pipeline"}
-
-    run_ranks(counted, 4)
+            LEDGER.clear()
+            all_reduce(torch.ones(3), group=group, pattern=pattern)
+            axes = {entry.axis for entry in LEDGER.rows()}
+            assert axes == {axis}, f"messages of {pattern} along {axis} count for another axis: {axes}"
+    LEDGER.clear()
+    send(torch.ones(1), 1, square.pipeline) if cluster.rank < 2 else recv(torch.ones(1), 0, square.pipeline)
+    assert {entry.axis for entry in LEDGER.rows()} <= {"pipeline"}
 
 
 def a_hybrid(cluster: Cluster, sizes: ParallelSizes) -> HybridParallel:

@@ -11,7 +11,7 @@ from lab.check import assert_same, parameters
 from lab.cluster import Cluster
 from lab.models.text import rank_slice
 from lab.trace.ledger import LEDGER
-from tests.wrappers import Odd, examples, gpt, odd_loss, text, text_loss
+from tests.tasks import Odd, examples, gpt, odd_loss, text, text_loss
 from training.report import replica_digests
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]

@@ -17,11 +17,11 @@ from data_parallel.train_bucket_overlap import BucketDataParallel
 from lab.check import assert_same, gradients, parameters
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER, Traffic
 from low_communication.train_diloco import StreamingDiLoCo, divide_in_order
 from low_communication.train_diloco_plain import DiLoCo
 from low_communication.train_local_sgd import LocalSGD
+from tests.equivalence import in_pairs
 from tests.low_communication.equivalence import (
     Optimizers,
     OuterSteps,
@@ -36,7 +36,8 @@ from tests.low_communication.equivalence import (
     sgd,
     train_step,
 )
-from tests.wrappers import Odd, gpt, in_pairs
+from tests.on_ranks import on_ranks
+from tests.tasks import Odd, gpt
 
 
 def compare(
@@ -116,230 +117,184 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_two_ranks_equal_workers_in_one_process(kind: str):
-    def work(cluster: Cluster) -> None:
-        for case in CASES[kind]:
-            compare(cluster, kind, **case)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_two_ranks_equal_workers_in_one_process(cluster: Cluster, kind: str):
+    for case in CASES[kind]:
+        compare(cluster, kind, **case)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_any_number_of_ranks_equals_as_many_workers_in_one_process(n: int):
-    def work(cluster: Cluster) -> None:
-        for kind, cases in CASES.items():
-            for case in cases[:2]:
-                compare(cluster, kind, **case)
-
-    run_ranks(work, n)
+@on_ranks("n")
+def test_any_number_of_ranks_equals_as_many_workers_in_one_process(cluster: Cluster, n: int):
+    for kind, cases in CASES.items():
+        for case in cases[:2]:
+            compare(cluster, kind, **case)
 
 
-def test_with_h_1_sgd_equals_data_parallel_bit_for_bit():
+@on_ranks(4)
+def test_with_h_1_sgd_equals_data_parallel_bit_for_bit(cluster: Cluster):
     """All numbers are multiples of 2**-24, and small: float64 rounds no sum of them, in any order."""
 
-    def work(cluster: Cluster) -> None:
-        def model() -> nn.Module:
-            layer = nn.Linear(3, 4).double()
-            for parameter in layer.parameters():
-                parameter.data = torch.arange(parameter.numel()).double().view_as(parameter) / 16
-            return layer
+    def model() -> nn.Module:
+        layer = nn.Linear(3, 4).double()
+        for parameter in layer.parameters():
+            parameter.data = torch.arange(parameter.numel()).double().view_as(parameter) / 16
+        return layer
 
-        averaging, data_parallel = LocalSGD(model(), 1), BucketDataParallel(model())
-        optimizers = [torch.optim.SGD(m.parameters(), lr=1 / 64) for m in (averaging, data_parallel)]
-        for step in range(3):
-            x = torch.arange(6).double().view(2, 3) % (step + 2) + cluster.rank
-            for wrapped, optimizer in zip((averaging, data_parallel), optimizers, strict=True):
-                optimizer.zero_grad()
-                (wrapped(x).square().sum() / 4).backward()
-                if wrapped is data_parallel:
-                    data_parallel.finish_gradient_sync()
-                optimizer.step()
-            assert averaging.after_step(optimizers[0])
-            expected = parameters(data_parallel)
-            assert_same(parameters(averaging), expected, 0, f"parameter, step {step},")
-
-    run_ranks(work, 4)
+    averaging, data_parallel = LocalSGD(model(), 1), BucketDataParallel(model())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1 / 64) for m in (averaging, data_parallel)]
+    for step in range(3):
+        x = torch.arange(6).double().view(2, 3) % (step + 2) + cluster.rank
+        for wrapped, optimizer in zip((averaging, data_parallel), optimizers, strict=True):
+            optimizer.zero_grad()
+            (wrapped(x).square().sum() / 4).backward()
+            if wrapped is data_parallel:
+                data_parallel.finish_gradient_sync()
+            optimizer.step()
+        assert averaging.after_step(optimizers[0])
+        expected = parameters(data_parallel)
+        assert_same(parameters(averaging), expected, 0, f"parameter, step {step},")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_with_h_1_sgd_equals_one_process(world_size: int):
-    def work(cluster: Cluster) -> None:
-        task = Task("odd", world_size)
-        reference, model = task.make(0), LocalSGD(task.make(cluster.rank), 1)
-        assert_same(model.module.state_dict(), reference.state_dict(), 0, "initial parameter")
-        ours, theirs = sgd(model.parameters()), sgd(reference.parameters())
-        for step in range(3):
-            theirs.zero_grad()
-            task.loss(reference, *(part.roll(7 * step, 0) for part in task.batch)).backward()
-            theirs.step()
-            train_step(cluster, task, model, ours, step)
-            model.after_step(ours)
-        assert_same(parameters(model.module), parameters(reference), what="parameter")
-        assert_replicas_equal(cluster, model, "after three steps")
-
-    run_ranks(work, world_size)
+@on_ranks("world_size")
+def test_with_h_1_sgd_equals_one_process(cluster: Cluster, world_size: int):
+    task = Task("odd", world_size)
+    reference, model = task.make(0), LocalSGD(task.make(cluster.rank), 1)
+    assert_same(model.module.state_dict(), reference.state_dict(), 0, "initial parameter")
+    ours, theirs = sgd(model.parameters()), sgd(reference.parameters())
+    for step in range(3):
+        theirs.zero_grad()
+        task.loss(reference, *(part.roll(7 * step, 0) for part in task.batch)).backward()
+        theirs.step()
+        train_step(cluster, task, model, ours, step)
+        model.after_step(ours)
+    assert_same(parameters(model.module), parameters(reference), what="parameter")
+    assert_replicas_equal(cluster, model, "after three steps")
 
 
-def test_with_momentum_it_equals_torchs_averagers_in_every_step():
+@on_ranks(3)
+def test_with_momentum_it_equals_torchs_averagers_in_every_step(cluster: Cluster):
     """torch averages after step 1 + warm-up, and then periodically: a warm-up of H - 1 steps is our order."""
-
-    def work(cluster: Cluster) -> None:
-        task, h = Task("gpt", 3), 3
-        model, averaged, wrapped = LocalSGD(task.make(cluster.rank), h), task.make(0), task.make(0)
-        ours, plain = momentum(model.parameters()), momentum(averaged.parameters())
-        averager = PeriodicModelAverager(period=h, warmup_steps=h - 1)
-        post = PostLocalSGDOptimizer(
-            momentum(wrapped.parameters()), PeriodicModelAverager(period=h, warmup_steps=h - 1)
-        )
-        for step in range(8):
-            train_step(cluster, task, model, ours, step)
-            assert model.after_step(ours) == (step % h == h - 1)
-            train_step(cluster, task, averaged, plain, step)
-            averager.average_parameters(averaged.parameters())
-            train_step(cluster, task, wrapped, post, step)
-            for expected in (averaged, wrapped):
-                assert_same(parameters(model.module), parameters(expected), what=f"parameter, step {step},")
-
-    run_ranks(work, 3)
+    task, h = Task("gpt", 3), 3
+    model, averaged, wrapped = LocalSGD(task.make(cluster.rank), h), task.make(0), task.make(0)
+    ours, plain = momentum(model.parameters()), momentum(averaged.parameters())
+    averager = PeriodicModelAverager(period=h, warmup_steps=h - 1)
+    post = PostLocalSGDOptimizer(
+        momentum(wrapped.parameters()), PeriodicModelAverager(period=h, warmup_steps=h - 1)
+    )
+    for step in range(8):
+        train_step(cluster, task, model, ours, step)
+        assert model.after_step(ours) == (step % h == h - 1)
+        train_step(cluster, task, averaged, plain, step)
+        averager.average_parameters(averaged.parameters())
+        train_step(cluster, task, wrapped, post, step)
+        for expected in (averaged, wrapped):
+            assert_same(parameters(model.module), parameters(expected), what=f"parameter, step {step},")
 
 
-def test_the_state_of_a_parameter_with_one_number_is_averaged_too():
-    def work(cluster: Cluster) -> None:
-        model = LocalSGD(nn.ParameterList([torch.ones(())]), 1, average_state=True)
-        [parameter] = model.parameters()
-        optimizer = momentum([parameter])
-        parameter.grad = torch.tensor(float(cluster.rank))
-        optimizer.step()
-        model.average(optimizer)
-        assert optimizer.state[parameter]["momentum_buffer"] == 0.5
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_state_of_a_parameter_with_one_number_is_averaged_too(cluster: Cluster):
+    model = LocalSGD(nn.ParameterList([torch.ones(())]), 1, average_state=True)
+    [parameter] = model.parameters()
+    optimizer = momentum([parameter])
+    parameter.grad = torch.tensor(float(cluster.rank))
+    optimizer.step()
+    model.average(optimizer)
+    assert optimizer.state[parameter]["momentum_buffer"] == 0.5
 
 
-def test_an_outer_rate_of_1_without_momentum_is_local_sgd():
-    def work(cluster: Cluster) -> None:
-        task = Task("gpt", 3)
-        local, diloco = LocalSGD(task.make(0), 3), DiLoCo(task.make(0), outer_lr=1.0, outer_momentum=0.0)
-        optimizers = [momentum(model.parameters()) for model in (local, diloco)]
-        for step in range(6):
-            for model, optimizer in zip((local, diloco), optimizers, strict=True):
-                train_step(cluster, task, model, optimizer, step)
-            if local.after_step(optimizers[0]):
-                diloco.outer_step()
-            assert_same(parameters(diloco), parameters(local), what=f"parameter, step {step},")
-
-    run_ranks(work, 3)
-
-
-def test_streaming_without_its_options_is_plain_diloco():
-    def work(cluster: Cluster) -> None:
-        task = Task("gpt", 2)
-        streaming, plain = StreamingDiLoCo(task.make(0), 2), DiLoCo(task.make(0))
-        optimizers = [sgd(model.parameters()) for model in (streaming, plain)]
-        for step in range(4):
-            for model, optimizer in zip((streaming, plain), optimizers, strict=True):
-                train_step(cluster, task, model, optimizer, step)
-            streaming.after_step()
-            if step % 2:
-                plain.outer_step()
-            assert_same(parameters(streaming), parameters(plain), what=f"parameter, step {step},")
-
-    run_ranks(work, 2)
+@on_ranks(3)
+def test_an_outer_rate_of_1_without_momentum_is_local_sgd(cluster: Cluster):
+    task = Task("gpt", 3)
+    local, diloco = LocalSGD(task.make(0), 3), DiLoCo(task.make(0), outer_lr=1.0, outer_momentum=0.0)
+    optimizers = [momentum(model.parameters()) for model in (local, diloco)]
+    for step in range(6):
+        for model, optimizer in zip((local, diloco), optimizers, strict=True):
+            train_step(cluster, task, model, optimizer, step)
+        if local.after_step(optimizers[0]):
+            diloco.outer_step()
+        assert_same(parameters(diloco), parameters(local), what=f"parameter, step {step},")
 
 
 @pytest.mark.parametrize("kind", ["local SGD", "DiLoCo"])
-def test_the_mean_is_over_the_ranks_of_a_group(kind: str):
-    def work(cluster: Cluster) -> None:
-        group, pair, _ = in_pairs(cluster)
-        layer, model = nn.Linear(1, 1, bias=False), None
-        if kind == "local SGD":
-            model = LocalSGD(layer, 1, group)
-        else:
-            model = DiLoCo(layer, group, outer_lr=1.0, outer_momentum=0.0)
-        nn.init.constant_(layer.weight, cluster.rank)
-        if kind == "local SGD":
-            model.average(sgd(model.parameters()))
-        else:
-            model.outer_step()
-        assert layer.weight.item() == pytest.approx(pair + 1)  # of 0 and 2, or of 1 and 3
-
-    run_ranks(work, 4)
-
-
-def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks():
-    """Both fragments have the same size, so no collective would notice another order."""
-
-    def work(cluster: Cluster) -> None:
-        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model = StreamingDiLoCo(layers, 2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
-        for _ in range(2):
-            for i, layer in enumerate(layers):
-                nn.init.constant_(layer.weight, 10.0 * i + cluster.rank)
-            model.after_step()
-            model.finish()
-        found = {str(i): layer.weight.detach() for i, layer in enumerate(layers)}
-        expected = {str(i): torch.full((2, 2), 10.0 * i + 0.5) for i in range(2)}
-        assert_same(found, expected, 1e-6, "parameter of layer")
-
-    run_ranks(work, 2)
-
-
-def test_what_is_sent_is_rounded_and_no_more():
-    """bf16 rounds a change by 1/256 of it at most, and each sum of a ring again; int8 by 1/254, twice."""
-
-    def work(cluster: Cluster, wire: str) -> None:
-        task, n = Task("gpt", 3), 3
-        workers = Workers(task, adamw)
-        model = StreamingDiLoCo(task.make(cluster.rank), 2, wire=wire, outer_lr=1.0, outer_momentum=0.0)
-        optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
-        for step in range(2):
-            workers.step()
-            train_step(cluster, task, model, optimizer, step)
-            model.after_step()
-        assert_replicas_equal(cluster, model, wire)
-        largest = max(
-            (named[name] - start[name]).abs().max().item() for named in workers.named for name in start
-        )
-        off = max(
-            (model.module.get_parameter(name) - workers.mean(name)).abs().max().item() for name in start
-        )
-        assert 0 < off <= largest * {"bf16": (n + 1) / 256, "int8": 1.01 / 127}[wire]
-
-    for wire in ("bf16", "int8"):
-        run_ranks(work, 3, wire)
-
-
-def test_local_sgd_sends_a_rings_bytes_once_in_h_steps():
-    def work(cluster: Cluster) -> None:
-        n = cluster.world_size
-        for h, steps, make_optimizer, copies in ((1, 3, sgd, 1), (3, 7, momentum, 2), (4, 8, adamw, 3)):
-            model = LocalSGD(nn.Linear(5, 6), h, average_state=True)  # 36 numbers
-            optimizer, rounds = make_optimizer(model.parameters()), 0
-            start, before = LEDGER.total(), payload()
-            for _ in range(steps):
-                model(torch.ones(1, 5)).sum().backward()
-                optimizer.step()
-                rounds += model.after_step(optimizer)
-            assert payload() - before == steps // h * 2 * (n - 1) * copies * 36 * 4 // n
-            assert LEDGER.total() - start == model.traffic(optimizer) * rounds
-
-    run_ranks(work, 3)
-
-
-def test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing():
-    def work(cluster: Cluster) -> None:
-        n, model = cluster.world_size, DiLoCo(nn.Linear(5, 6))  # 36 numbers
-        before = LEDGER.total()
-        model(torch.ones(1, 5)).sum().backward()
-        sgd(model.parameters()).step()
-        assert LEDGER.total() == before
+@on_ranks(4)
+def test_the_mean_is_over_the_ranks_of_a_group(cluster: Cluster, kind: str):
+    group, pair, _ = in_pairs(cluster)
+    layer, model = nn.Linear(1, 1, bias=False), None
+    if kind == "local SGD":
+        model = LocalSGD(layer, 1, group)
+    else:
+        model = DiLoCo(layer, group, outer_lr=1.0, outer_momentum=0.0)
+    nn.init.constant_(layer.weight, cluster.rank)
+    if kind == "local SGD":
+        model.average(sgd(model.parameters()))
+    else:
         model.outer_step()
-        assert LEDGER.total() - before == model.traffic() == Traffic(2 * (n - 1) * 36 * 4 // n, 2 * (n - 1))
-
-    run_ranks(work, 3)
+    assert layer.weight.item() == pytest.approx(pair + 1)  # of 0 and 2, or of 1 and 3
 
 
-def test_streaming_sends_the_bytes_of_each_fragment_once_in_h_steps():
+@on_ranks(2)
+def test_a_fragment_is_averaged_with_the_same_one_of_the_other_ranks(cluster: Cluster):
+    """Both fragments have the same size, so no collective would notice another order."""
+    layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model = StreamingDiLoCo(layers, 2, fragments=2, outer_lr=1.0, outer_momentum=0.0)
+    for _ in range(2):
+        for i, layer in enumerate(layers):
+            nn.init.constant_(layer.weight, 10.0 * i + cluster.rank)
+        model.after_step()
+        model.finish()
+    found = {str(i): layer.weight.detach() for i, layer in enumerate(layers)}
+    expected = {str(i): torch.full((2, 2), 10.0 * i + 0.5) for i in range(2)}
+    assert_same(found, expected, 1e-6, "parameter of layer")
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@on_ranks(3)
+def test_what_is_sent_is_rounded_and_no_more(cluster: Cluster, wire: str):
+    """bf16 rounds a change by 1/256 of it at most, and each sum of a ring again; int8 by 1/254, twice."""
+    task, n = Task("gpt", 3), 3
+    workers = Workers(task, adamw)
+    model = StreamingDiLoCo(task.make(cluster.rank), 2, wire=wire, outer_lr=1.0, outer_momentum=0.0)
+    optimizer, start = adamw(model.parameters()), {name: workers.mean(name) for name in workers.trained}
+    for step in range(2):
+        workers.step()
+        train_step(cluster, task, model, optimizer, step)
+        model.after_step()
+    assert_replicas_equal(cluster, model, wire)
+    largest = max((named[name] - start[name]).abs().max().item() for named in workers.named for name in start)
+    off = max((model.module.get_parameter(name) - workers.mean(name)).abs().max().item() for name in start)
+    assert 0 < off <= largest * {"bf16": (n + 1) / 256, "int8": 1.01 / 127}[wire]
+
+
+@on_ranks(3)
+def test_local_sgd_sends_a_rings_bytes_once_in_h_steps(cluster: Cluster):
+    n = cluster.world_size
+    for h, steps, make_optimizer, copies in ((1, 3, sgd, 1), (3, 7, momentum, 2), (4, 8, adamw, 3)):
+        model = LocalSGD(nn.Linear(5, 6), h, average_state=True)  # 36 numbers
+        optimizer, rounds = make_optimizer(model.parameters()), 0
+        start, before = LEDGER.total(), payload()
+        for _ in range(steps):
+            model(torch.ones(1, 5)).sum().backward()
+            optimizer.step()
+            rounds += model.after_step(optimizer)
+        assert payload() - before == steps // h * 2 * (n - 1) * copies * 36 * 4 // n
+        assert LEDGER.total() - start == model.traffic(optimizer) * rounds
+
+
+@on_ranks(3)
+def test_an_outer_step_sends_a_rings_bytes_and_a_step_nothing(cluster: Cluster):
+    n, model = cluster.world_size, DiLoCo(nn.Linear(5, 6))  # 36 numbers
+    before = LEDGER.total()
+    model(torch.ones(1, 5)).sum().backward()
+    sgd(model.parameters()).step()
+    assert LEDGER.total() == before
+    model.outer_step()
+    assert LEDGER.total() - before == model.traffic() == Traffic(2 * (n - 1) * 36 * 4 // n, 2 * (n - 1))
+
+
+@on_ranks(3)
+def test_streaming_sends_the_bytes_of_each_fragment_once_in_h_steps(cluster: Cluster):
     def send(cluster: Cluster, steps: int, **options: Any) -> int:
         layers = nn.Sequential(*(nn.Linear(5, 6, bias=False) for _ in range(4)))  # 120 numbers
         model = StreamingDiLoCo(layers, group=everyone(cluster), **options)
@@ -352,18 +307,15 @@ def test_streaming_sends_the_bytes_of_each_fragment_once_in_h_steps():
         assert expected == LEDGER.total() - start, options
         return payload() - before
 
-    def work(cluster: Cluster) -> None:
-        n = cluster.world_size
-        all_at_once = 2 * (n - 1) * 120 * 4 // n
-        assert send(cluster, 6, sync_every=1) == 6 * all_at_once
-        assert send(cluster, 8, sync_every=4) == 2 * all_at_once
-        assert send(cluster, 9, sync_every=4) == 3 * all_at_once  # and once more after the last step
-        assert send(cluster, 8, sync_every=4, fragments=2) == 2.5 * all_at_once
-        assert send(cluster, 12, sync_every=4, fragments=4, delay=2) == 3.75 * all_at_once
-        assert send(cluster, 8, sync_every=4, wire="bf16") == all_at_once
-        assert send(cluster, 8, sync_every=4, wire="int8") == 2 * 2 * (n - 1) * 1028  # a block for each rank
-
-    run_ranks(work, 3)
+    n = cluster.world_size
+    all_at_once = 2 * (n - 1) * 120 * 4 // n
+    assert send(cluster, 6, sync_every=1) == 6 * all_at_once
+    assert send(cluster, 8, sync_every=4) == 2 * all_at_once
+    assert send(cluster, 9, sync_every=4) == 3 * all_at_once  # and once more after the last step
+    assert send(cluster, 8, sync_every=4, fragments=2) == 2.5 * all_at_once
+    assert send(cluster, 12, sync_every=4, fragments=4, delay=2) == 3.75 * all_at_once
+    assert send(cluster, 8, sync_every=4, wire="bf16") == all_at_once
+    assert send(cluster, 8, sync_every=4, wire="int8") == 2 * 2 * (n - 1) * 1028  # a block for each rank
 
 
 def test_fragments_are_about_equal_and_have_each_parameter_once_in_order():
@@ -376,40 +328,36 @@ def test_fragments_are_about_equal_and_have_each_parameter_once_in_order():
     assert [len(fragment) for fragment in divide_in_order(equal, 3)] == [2, 2, 2]
 
 
-def test_options_that_do_not_fit_are_refused_in_a_sentence():
-    def work(cluster: Cluster) -> None:
-        for options, sentence in (
-            ({"sync_every": 0}, "^sync_every is 0: it is a number of steps, at least 1.$"),
-            ({"fragments": 0}, "^fragments is 0: it is a number from 1 to "),
-            (
-                {"fragments": 3},
-                "^fragments is 3: .* 2 steps between two synchronisations, and 9 parameters.$",
-            ),
-            ({"delay": 2}, "^delay is 2: it is a number of steps from 0, and less than sync_every, 2.$"),
-            ({"delay": 1}, "^With a delay, .* give DiLoCo a group of its own.$"),
-            ({"wire": "topk"}, "^wire is topk: choose one of float32, bf16, int8.$"),
-            ({"outer_lr": 0.0}, "^outer_lr is 0.0: it is a number above 0.$"),
-            ({"outer_momentum": 1.0}, "^outer_momentum is 1.0: it is a number from 0, and less than 1.$"),
-        ):
-            with pytest.raises(WorkbookError, match=sentence):
-                StreamingDiLoCo(Odd(0), **{"sync_every": 2, **options})
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_options_that_do_not_fit_are_refused_in_a_sentence(cluster: Cluster):
+    for options, sentence in (
+        ({"sync_every": 0}, "^sync_every is 0: it is a number of steps, at least 1.$"),
+        ({"fragments": 0}, "^fragments is 0: it is a number from 1 to "),
+        (
+            {"fragments": 3},
+            "^fragments is 3: .* 2 steps between two synchronisations, and 9 parameters.$",
+        ),
+        ({"delay": 2}, "^delay is 2: it is a number of steps from 0, and less than sync_every, 2.$"),
+        ({"delay": 1}, "^With a delay, .* give DiLoCo a group of its own.$"),
+        ({"wire": "topk"}, "^wire is topk: choose one of float32, bf16, int8.$"),
+        ({"outer_lr": 0.0}, "^outer_lr is 0.0: it is a number above 0.$"),
+        ({"outer_momentum": 1.0}, "^outer_momentum is 1.0: it is a number from 0, and less than 1.$"),
+    ):
+        with pytest.raises(WorkbookError, match=sentence):
+            StreamingDiLoCo(Odd(0), **{"sync_every": 2, **options})
 
 
-def test_what_would_train_wrongly_is_refused_in_a_sentence():
-    def work(cluster: Cluster) -> None:
-        with pytest.raises(WorkbookError, match=r"^sync_every is 0: it is a number of steps, at least 1.$"):
-            LocalSGD(nn.Linear(1, 1), 0)
-        model = LocalSGD(Odd(0), 1, average_state=True)  # has a layer that is not used
-        optimizer = momentum(model.parameters())
-        train_step(cluster, Task("odd", 2), model, optimizer, 0)
-        with pytest.raises(WorkbookError, match=r"has had no gradient on this rank.*leave average_state out"):
-            model.average(optimizer)
-        for changed in (model, DiLoCo(Odd(0))):
-            changed.module.first.requires_grad_(False)
-            with pytest.raises(WorkbookError, match=r"first.weight was added, .*frozen.* after wrapping"):
-                changed(torch.ones(1, 7).double())
-        dist.barrier()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_what_would_train_wrongly_is_refused_in_a_sentence(cluster: Cluster):
+    with pytest.raises(WorkbookError, match=r"^sync_every is 0: it is a number of steps, at least 1.$"):
+        LocalSGD(nn.Linear(1, 1), 0)
+    model = LocalSGD(Odd(0), 1, average_state=True)  # has a layer that is not used
+    optimizer = momentum(model.parameters())
+    train_step(cluster, Task("odd", 2), model, optimizer, 0)
+    with pytest.raises(WorkbookError, match=r"has had no gradient on this rank.*leave average_state out"):
+        model.average(optimizer)
+    for changed in (model, DiLoCo(Odd(0))):
+        changed.module.first.requires_grad_(False)
+        with pytest.raises(WorkbookError, match=r"first.weight was added, .*frozen.* after wrapping"):
+            changed(torch.ones(1, 7).double())
+    dist.barrier()

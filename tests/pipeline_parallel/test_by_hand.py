@@ -20,6 +20,7 @@ from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.schedules import one_f_one_b, table_of
 from pipeline_parallel.stage import balanced_stages
 from pipeline_parallel.train_afab import AllForwardAllBackward
+from tests.on_ranks import on_ranks
 from tests.pipeline_parallel.equivalence import BY_HAND, mlp, vectors
 
 
@@ -38,18 +39,13 @@ def recorded_row(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_step_by_hand_has_the_order_of_its_table_on_any_number_of_ranks(name: str):
-    def work(cluster: Cluster) -> None:
-        for microbatches in (1, 2, 6):
-            row = table_of(name, cluster.world_size, microbatches)[cluster.rank]
-            wanted = [f"{action.kind}{action.microbatch}" for action in row]
-            done = recorded_row(cluster, BY_HAND[name], microbatches)
-            assert done == wanted, (
-                f"rank {cluster.rank} of {cluster.world_size} does {done}, and not {wanted}"
-            )
-
-    for n in (1, 2, 3, 4):
-        run_ranks(work, n, timeout=20)
+@on_ranks(1, 2, 3, 4, timeout=20)
+def test_a_step_by_hand_has_the_order_of_its_table_on_any_number_of_ranks(cluster: Cluster, name: str):
+    for microbatches in (1, 2, 6):
+        row = table_of(name, cluster.world_size, microbatches)[cluster.rank]
+        wanted = [f"{action.kind}{action.microbatch}" for action in row]
+        done = recorded_row(cluster, BY_HAND[name], microbatches)
+        assert done == wanted, f"rank {cluster.rank} of {cluster.world_size} does {done}, and not {wanted}"
 
 
 def held(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -> float:
@@ -65,15 +61,12 @@ def held(cluster: Cluster, lesson: type[OwnStages], microbatches: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_step_by_hand_holds_as_many_microbatches_as_it_must(name: str):
+@on_ranks(3, timeout=20)
+def test_a_step_by_hand_holds_as_many_microbatches_as_it_must(cluster: Cluster, name: str):
     """GPipe holds all, and 1F1B one for each rank from its own on."""
-
-    def work(cluster: Cluster) -> None:
-        for m in (2, 3, 7):
-            found, most = held(cluster, BY_HAND[name], m), m if name == "gpipe" else min(m, 3 - cluster.rank)
-            assert found == most, f"rank {cluster.rank} held {found:.2f} of {m} microbatches, and not {most}"
-
-    run_ranks(work, 3, timeout=20)
+    for m in (2, 3, 7):
+        found, most = held(cluster, BY_HAND[name], m), m if name == "gpipe" else min(m, 3 - cluster.rank)
+        assert found == most, f"rank {cluster.rank} held {found:.2f} of {m} microbatches, and not {most}"
 
 
 SIZES = ((1, 1), (2, 1), (2, 4), (3, 2), (4, 4), (4, 9))  # stages, microbatches
@@ -143,13 +136,11 @@ def test_four_stages_and_six_microbatches_have_the_gradients_of_one_process():
         run_ranks(step, p, m)
 
 
-def test_each_activation_and_each_gradient_is_one_message():
-    def work(cluster: Cluster) -> None:
-        sent = step(cluster, 4)
-        neighbours = (cluster.rank > 0) + (cluster.rank < cluster.world_size - 1)
-        assert sent == 4 * neighbours, (
-            f"rank {cluster.rank} sent {sent} messages, and not one for each of 4 microbatches and "
-            f"{neighbours} neighbours = {4 * neighbours}"
-        )
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_each_activation_and_each_gradient_is_one_message(cluster: Cluster):
+    sent = step(cluster, 4)
+    neighbours = (cluster.rank > 0) + (cluster.rank < cluster.world_size - 1)
+    assert sent == 4 * neighbours, (
+        f"rank {cluster.rank} sent {sent} messages, and not one for each of 4 microbatches and "
+        f"{neighbours} neighbours = {4 * neighbours}"
+    )

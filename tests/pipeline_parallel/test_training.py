@@ -29,6 +29,7 @@ from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.stage import Stage, balanced_stages
 from pipeline_parallel.train_torch_pipelining import TORCH_SCHEDULES, TorchPipeline
+from tests.on_ranks import on_ranks
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
     BY_HAND,
@@ -45,6 +46,7 @@ from tests.pipeline_parallel.equivalence import (
     vectors,
 )
 from tests.pipeline_parallel.rows import parse_row
+from tests.refusals import refusal
 from training.evaluation import evaluating
 
 forked.preload("pipeline_parallel.train_torch_pipelining")
@@ -85,113 +87,96 @@ FROZEN = (("head",), ("blocks.1.mlp",), ("token_embedding", "position_embedding"
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_two_ranks_train_with_microbatches_as_one_process(name: str):
+@on_ranks(2, timeout=60)
+def test_two_ranks_train_with_microbatches_as_one_process(cluster: Cluster, name: str):
     schedule, chunks, lesson = PIPELINES[name]
     stages = 2 * stages_per_rank(schedule, chunks)
 
-    def work(cluster: Cluster) -> None:
-        def compare(microbatches: int, make: Any, batch_of: Any, steps: int = 1) -> None:
-            if lesson is TorchPipeline:
-                microbatches = 4  # else some of torch's refuse
-            how = {"chunks": chunks, "steps": steps, "by_hand": lesson}
-            compare_schedule(cluster, schedule, microbatches, make, batch_of, **how)
+    def compare(microbatches: int, make: Any, batch_of: Any, steps: int = 1) -> None:
+        if lesson is TorchPipeline:
+            microbatches = 4  # else some of torch's refuse
+        how = {"chunks": chunks, "steps": steps, "by_hand": lesson}
+        compare_schedule(cluster, schedule, microbatches, make, batch_of, **how)
 
-        # All boundaries have one size, so a message would also fit where another one is expected.
-        compare(3, lambda: MLP([6] * (stages + 1)).double(), partial(vectors, width=6))
-        compare(3, partial(mlp, stages), vectors, steps=2)
-        for microbatches in (1, 5):
-            compare(microbatches, partial(mlp, stages), vectors)
-        compare(3, partial(gpt, num_layers=max(2, stages - 2)), text, steps=2)  # tied weights
-        if stages <= 4:
-            for names in FROZEN[:2] if lesson in BY_HAND.values() else FROZEN:
-                compare(2, partial(frozen, *names), text)
-            compare(2, cnn if lesson is TorchPipeline else transposed, images)
-            compare(2, tied_sequential, text)
-
-    run_ranks(work, 2, timeout=60)
+    # All boundaries have one size, so a message would also fit where another one is expected.
+    compare(3, lambda: MLP([6] * (stages + 1)).double(), partial(vectors, width=6))
+    compare(3, partial(mlp, stages), vectors, steps=2)
+    for microbatches in (1, 5):
+        compare(microbatches, partial(mlp, stages), vectors)
+    compare(3, partial(gpt, num_layers=max(2, stages - 2)), text, steps=2)  # tied weights
+    if stages <= 4:
+        for names in FROZEN[:2] if lesson in BY_HAND.values() else FROZEN:
+            compare(2, partial(frozen, *names), text)
+        compare(2, cnn if lesson is TorchPipeline else transposed, images)
+        compare(2, tied_sequential, text)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_any_number_of_ranks_trains_as_one_process(n: int):
+@on_ranks("n", timeout=120)
+def test_any_number_of_ranks_trains_as_one_process(cluster: Cluster, n: int):
     """On three ranks stages are recomputed, and on four there are also fewer microbatches than ranks."""
-
-    def work(cluster: Cluster) -> None:
-        for schedule, chunks, lesson in PIPELINES.values():
-            if lesson is TorchPipeline:
-                continue
-            stages = n * stages_per_rank(schedule, chunks)
-            how = {"recompute": n == 3, "chunks": chunks, "steps": 1, "by_hand": lesson}
-            make = partial(gpt, num_layers=max(2, stages - 2), tied=n != 3)
-            compare_schedule(cluster, schedule, n + 1, make, text, **how)
-            if n == 4 and stages == 4:
-                compare_schedule(cluster, schedule, 2, make, text, **how)
-
-    run_ranks(work, n, timeout=120)
+    for schedule, chunks, lesson in PIPELINES.values():
+        if lesson is TorchPipeline:
+            continue
+        stages = n * stages_per_rank(schedule, chunks)
+        how = {"recompute": n == 3, "chunks": chunks, "steps": 1, "by_hand": lesson}
+        make = partial(gpt, num_layers=max(2, stages - 2), tied=n != 3)
+        compare_schedule(cluster, schedule, n + 1, make, text, **how)
+        if n == 4 and stages == 4:
+            compare_schedule(cluster, schedule, 2, make, text, **how)
 
 
-def test_full_backwards_may_stand_beside_split_ones():
+@on_ranks(2, timeout=20)
+def test_full_backwards_may_stand_beside_split_ones(cluster: Cluster):
     """So trains any valid table: microbatches in another order on each rank, and stages placed at will."""
-
-    def work(cluster: Cluster) -> None:
-        for table in (
-            [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
-            [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
-            [parse_row("0F0 1F0 0F1 1F1 1I0 0B0 1I1 1W0 0B1 1W1"), parse_row("2F0 2B0 2F1 2B1")],
-        ):
-            compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
-
-    run_ranks(work, 2, timeout=20)
+    for table in (
+        [parse_row("F0 F1 B1 B0", 0), parse_row("F0 F1 I1 W1 I0 W0", 1)],
+        [parse_row("F0 F1 B1 B0", 0), parse_row("F1 F0 B0 B1", 1)],
+        [parse_row("0F0 1F0 0F1 1F1 1I0 0B0 1I1 1W0 0B1 1W1"), parse_row("2F0 2B0 2F1 2B1")],
+    ):
+        compare_with_one_process(cluster, lambda: mlp(4), table, vectors(4))
 
 
-def test_tied_copies_are_equal_before_the_first_step():
-    def work(cluster: Cluster) -> None:
-        model, (x, _) = gpt(num_layers=2), text(2)
-        if cluster.rank == 1:
-            model.head.weight.data.normal_()
-        pipeline = Pipeline(model, table_of("1f1b", 2, 2), loss_of, x[:1])
-        initial = {name: each.detach() for name, each in pipeline.named_own_parameters().items()}
-        expected = {name: each for name, each in gpt(num_layers=2).state_dict().items() if name in initial}
-        assert_same(initial, expected, 0, "initial parameter,")
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_tied_copies_are_equal_before_the_first_step(cluster: Cluster):
+    model, (x, _) = gpt(num_layers=2), text(2)
+    if cluster.rank == 1:
+        model.head.weight.data.normal_()
+    pipeline = Pipeline(model, table_of("1f1b", 2, 2), loss_of, x[:1])
+    initial = {name: each.detach() for name, each in pipeline.named_own_parameters().items()}
+    expected = {name: each for name, each in gpt(num_layers=2).state_dict().items() if name in initial}
+    assert_same(initial, expected, 0, "initial parameter,")
 
 
-def test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even():
-    def work(cluster: Cluster) -> None:
-        compare_schedule(cluster, "1f1b", 1, partial(gpt, num_layers=2), text, steps=1)
-
-    for n in (3, 2):
-        run_ranks(work, n, timeout=20, group_timeout=2)
+@on_ranks(3, 2, timeout=20, group_timeout=2)
+def test_tied_gradients_are_exchanged_whether_the_number_of_ranks_is_odd_or_even(cluster: Cluster):
+    compare_schedule(cluster, "1f1b", 1, partial(gpt, num_layers=2), text, steps=1)
 
 
-def test_recomputation_drops_out_the_same():
-    def work(cluster: Cluster) -> None:
-        x, y = text(2)
-        gradients = []
-        for recompute in (False, True):
-            model = gpt(num_layers=2, dropout=0.5)
-            pipeline = Pipeline(model, table_of("gpipe", 2, 2), loss_of, x[:1], recompute=recompute)
-            torch.manual_seed(cluster.rank)
-            pipeline.step(x, y)
-            gradients.append(own_gradients(pipeline))
-        assert_same(gradients[1], gradients[0], RTOL)
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_recomputation_drops_out_the_same(cluster: Cluster):
+    x, y = text(2)
+    gradients = []
+    for recompute in (False, True):
+        model = gpt(num_layers=2, dropout=0.5)
+        pipeline = Pipeline(model, table_of("gpipe", 2, 2), loss_of, x[:1], recompute=recompute)
+        torch.manual_seed(cluster.rank)
+        pipeline.step(x, y)
+        gradients.append(own_gradients(pipeline))
+    assert_same(gradients[1], gradients[0], RTOL)
 
 
-def test_1f1b_holds_no_more_microbatches_than_ranks_come_after():
-    def work(cluster: Cluster) -> None:
-        x, y = vectors(6)
-        peaks = []
-        for m in (1, 6):  # one microbatch alone, and six of the same size
-            pipeline = Pipeline(mlp(2), table_of("1f1b", 2, m), loss_of, x[:1])
-            with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
-                pipeline.step(x[:m], y[:m])
-            peaks.append(watch.peak_bytes)
-        held, most = peaks[1] / peaks[0], 2 - cluster.rank
-        assert held == most, f"rank {cluster.rank} held {held:.2f} microbatches, and not {most}"
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_1f1b_holds_no_more_microbatches_than_ranks_come_after(cluster: Cluster):
+    x, y = vectors(6)
+    peaks = []
+    for m in (1, 6):  # one microbatch alone, and six of the same size
+        pipeline = Pipeline(mlp(2), table_of("1f1b", 2, m), loss_of, x[:1])
+        with saved_activations(lambda: [x, y, *pipeline.parameters()]) as watch:
+            pipeline.step(x[:m], y[:m])
+        peaks.append(watch.peak_bytes)
+    held, most = peaks[1] / peaks[0], 2 - cluster.rank
+    assert held == most, f"rank {cluster.rank} held {held:.2f} microbatches, and not {most}"
 
 
 def most_on_their_way(cluster: Cluster, name: str, microbatches: int, by_hand: type[OwnStages] | None) -> int:
@@ -217,108 +202,97 @@ def most_on_their_way(cluster: Cluster, name: str, microbatches: int, by_hand: t
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_tensor_that_was_sent_is_kept_until_it_has_arrived_and_not_until_the_end_of_the_step(n: int):
-    def work(cluster: Cluster) -> None:
-        for name, by_hand in (("1f1b", None), ("1f1b", BY_HAND["1f1b"]), ("zb_h1", None)):
-            kept = [most_on_their_way(cluster, name, m, by_hand) for m in (8, 24)]
-            assert kept[0] == kept[1], (
-                f"rank {cluster.rank}, {name}: {kept[0]}, and with more microbatches {kept[1]}"
-            )
+@on_ranks("n", timeout=30)
+def test_a_tensor_that_was_sent_is_kept_until_it_has_arrived_and_not_until_the_end_of_the_step(
+    cluster: Cluster, n: int
+):
+    for name, by_hand in (("1f1b", None), ("1f1b", BY_HAND["1f1b"]), ("zb_h1", None)):
+        kept = [most_on_their_way(cluster, name, m, by_hand) for m in (8, 24)]
+        assert kept[0] == kept[1], (
+            f"rank {cluster.rank}, {name}: {kept[0]}, and with more microbatches {kept[1]}"
+        )
 
-    run_ranks(work, n, timeout=30)
 
-
-def test_when_weight_gradients_are_computed_nothing_they_needed_is_left():
+@on_ranks(2, timeout=20)
+def test_when_weight_gradients_are_computed_nothing_they_needed_is_left(cluster: Cluster):
     """Not even with the garbage collector off: a cycle would keep memory until it runs."""
+    x, y = vectors(6)
+    for name in ("zb_h1", "1f1b", "interleaved"):
+        for recompute in (False, True):
+            pipeline = Pipeline(mlp(4), table_of(name, 2, 3), loss_of, x[:2], recompute=recompute)
+            saved: list[StorageWeakRef] = []
+            own = {StorageWeakRef(t.untyped_storage()) for t in [x, y, *pipeline.parameters()]}
 
-    def work(cluster: Cluster) -> None:
-        x, y = vectors(6)
-        for name in ("zb_h1", "1f1b", "interleaved"):
-            for recompute in (False, True):
-                pipeline = Pipeline(mlp(4), table_of(name, 2, 3), loss_of, x[:2], recompute=recompute)
-                saved: list[StorageWeakRef] = []
-                own = {StorageWeakRef(t.untyped_storage()) for t in [x, y, *pipeline.parameters()]}
+            def note(tensor: Tensor, saved: list[StorageWeakRef] = saved) -> Tensor:
+                saved.append(StorageWeakRef(tensor.untyped_storage()))
+                return tensor.detach()
 
-                def note(tensor: Tensor, saved: list[StorageWeakRef] = saved) -> Tensor:
-                    saved.append(StorageWeakRef(tensor.untyped_storage()))
-                    return tensor.detach()
-
-                gc.disable()
-                try:
-                    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                        pipeline.step(x, y)
-                    held = [one for one in saved if one not in own and not one.expired()]
-                    assert saved and not held, f"{name}: {len(held)} tensors are still held"
-                finally:
-                    gc.enable()
-
-    run_ranks(work, 2, timeout=20)
+            gc.disable()
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                    pipeline.step(x, y)
+                held = [one for one in saved if one not in own and not one.expired()]
+                assert saved and not held, f"{name}: {len(held)} tensors are still held"
+            finally:
+                gc.enable()
 
 
-def test_the_norm_is_that_of_all_stages():
-    def work(cluster: Cluster) -> None:
-        x, y = text(4)
-        model = gpt(num_layers=2)
-        loss_of(model(x), y).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        pipeline = Pipeline(gpt(num_layers=2), table_of("1f1b", 2, 2), loss_of, x[:2])
-        pipeline.step(x, y)
-        pipeline.finish_gradient_sync()
-        torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
-        expected, found = gradients_of(model), own_gradients(pipeline)
-        assert_same(found, {name: expected[name] for name in found}, RTOL, "clipped gradient,")
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_the_norm_is_that_of_all_stages(cluster: Cluster):
+    x, y = text(4)
+    model = gpt(num_layers=2)
+    loss_of(model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    pipeline = Pipeline(gpt(num_layers=2), table_of("1f1b", 2, 2), loss_of, x[:2])
+    pipeline.step(x, y)
+    pipeline.finish_gradient_sync()
+    torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm.double(), rtol=RTOL, atol=0)
+    expected, found = gradients_of(model), own_gradients(pipeline)
+    assert_same(found, {name: expected[name] for name in found}, RTOL, "clipped gradient,")
 
 
-def test_training_goes_on_with_dropout_after_an_evaluation():
-    def work(cluster: Cluster) -> None:
-        x, _ = text(4)
-        pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), table_of("1f1b", 2, 2), loss_of, x[:2])
-        with evaluating(pipeline):
-            pipeline.forward_only(x)
-        assert all(module.training for module in pipeline.modules()), "not in training mode again"
-
-    run_ranks(work, 2, timeout=20)
+@on_ranks(2, timeout=20)
+def test_training_goes_on_with_dropout_after_an_evaluation(cluster: Cluster):
+    x, _ = text(4)
+    pipeline = Pipeline(gpt(num_layers=2, dropout=0.5), table_of("1f1b", 2, 2), loss_of, x[:2])
+    with evaluating(pipeline):
+        pipeline.forward_only(x)
+    assert all(module.training for module in pipeline.modules()), "not in training mode again"
 
 
-def test_however_the_model_is_cut_it_is_trained_the_same():
-    def compare(cluster: Cluster) -> None:
-        table = one_f_one_b(3, 2)
-        for balance in ("layers", "parameters"):
-            compare_with_one_process(cluster, partial(gpt, num_layers=4), table, text(4), balance=balance)
-
-    run_ranks(compare, 3)
+@on_ranks(3)
+def test_however_the_model_is_cut_it_is_trained_the_same(cluster: Cluster):
+    table = one_f_one_b(3, 2)
+    for balance in ("layers", "parameters"):
+        compare_with_one_process(cluster, partial(gpt, num_layers=4), table, text(4), balance=balance)
 
 
 @pytest.mark.parametrize("name", ["1f1b", *(f"{name} by hand" for name in BY_HAND)])
-def test_gradients_of_several_steps_add_up_until_they_are_cleared(name: str):
+@on_ranks(2)
+def test_gradients_of_several_steps_add_up_until_they_are_cleared(cluster: Cluster, name: str):
     schedule, _, lesson = PIPELINES[name]
-
-    def work(cluster: Cluster) -> None:
-        (x, y), model = text(4), gpt(num_layers=2)
-        if lesson is None:
-            pipeline: Any = Pipeline(model, table_of(schedule, 2, 2), loss_of, x[:2])
-        else:
-            pipeline = lesson(balanced_stages(model, 2), 2, loss_of, x[:2])
+    (x, y), model = text(4), gpt(num_layers=2)
+    if lesson is None:
+        pipeline: Any = Pipeline(model, table_of(schedule, 2, 2), loss_of, x[:2])
+    else:
+        pipeline = lesson(balanced_stages(model, 2), 2, loss_of, x[:2])
+    pipeline.step(x, y)
+    pipeline.finish_gradient_sync()
+    once = own_gradients(pipeline)
+    pipeline.zero_grad()
+    for _ in range(2):
         pipeline.step(x, y)
-        pipeline.finish_gradient_sync()
-        once = own_gradients(pipeline)
-        pipeline.zero_grad()
-        for _ in range(2):
-            pipeline.step(x, y)
-        pipeline.finish_gradient_sync()
-        assert_same(own_gradients(pipeline), {name: 2 * each for name, each in once.items()}, RTOL)
+    pipeline.finish_gradient_sync()
+    assert_same(own_gradients(pipeline), {name: 2 * each for name, each in once.items()}, RTOL)
 
-        with pytest.raises(WorkbookError, match=r"call zero_grad\(\) first"):
-            pipeline.step(x, y)  # tied gradients have been added up
-        pipeline.zero_grad()
-        pipeline.step(x, y)
-
-    run_ranks(work, 2)
+    with pytest.raises(WorkbookError, match=r"call zero_grad\(\) first"):
+        pipeline.step(x, y)  # tied gradients have been added up
+    pipeline.zero_grad()
+    pipeline.step(x, y)
 
 
-def test_a_tied_weight_with_permuted_strides_trains_as_on_one_process():
+@on_ranks(2)
+def test_a_tied_weight_with_permuted_strides_trains_as_on_one_process(cluster: Cluster):
     def make() -> nn.Sequential:
         torch.manual_seed(0)
         first, middle, last = (nn.Linear(4, 4, bias=False).double() for _ in range(3))
@@ -326,73 +300,59 @@ def test_a_tied_weight_with_permuted_strides_trains_as_on_one_process():
         assert not first.weight.is_contiguous()
         return nn.Sequential(first, middle, last)
 
-    def work(cluster: Cluster) -> None:
-        x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        model = make()
-        nn.functional.mse_loss(model(x), y).backward()
-        pipeline = Pipeline(make(), one_f_one_b(2, 2), nn.functional.mse_loss, x[:2])
-        pipeline.step(x, y)
-        pipeline.finish_gradient_sync()
-        expected = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in pipeline.named_own_parameters().items():
-            assert_same({name: parameter.grad}, {name: expected[name].grad})
-
-    run_ranks(work, 2)
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model = make()
+    nn.functional.mse_loss(model(x), y).backward()
+    pipeline = Pipeline(make(), one_f_one_b(2, 2), nn.functional.mse_loss, x[:2])
+    pipeline.step(x, y)
+    pipeline.finish_gradient_sync()
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in pipeline.named_own_parameters().items():
+        assert_same({name: parameter.grad}, {name: expected[name].grad})
 
 
-def test_evaluation_is_that_of_one_process_for_every_schedule_and_leaves_all_as_it_was():
-    def work(cluster: Cluster) -> None:
-        n = cluster.world_size
-        for name in SCHEDULES:
-            make = partial(gpt, num_layers=max(3, n * stages_per_rank(name)), dropout=0.4)
-            (x, y), model = text(5), make()  # five rows: microbatches of two, two and one
-            pipeline = Pipeline(make(), table_of(name, n, 3), loss_of, x[:2])
-            pipeline.stages[next(iter(pipeline.stages))].eval()
-            modes = [module.training for module in pipeline.modules()]
-            state = torch.random.get_rng_state()
-            with evaluating(pipeline):
-                outputs = pipeline.forward_only(x)
-                sums = pipeline.evaluation_sums(x, y, torch.tensor([True, False, True, True, False]))
-            assert [module.training for module in pipeline.modules()] == modes
-            assert torch.equal(torch.random.get_rng_state(), state)
-            assert all(parameter.grad is None for parameter in pipeline.parameters())
-            assert (outputs is None) == (sums is None) == (pipeline.rank_of[pipeline.last] != pipeline.rank)
-            if outputs is not None:
-                expected = model.eval()(x)
-                torch.testing.assert_close(outputs, expected.detach(), rtol=1e-9, atol=1e-12)
-                kept = [0, 2, 3]
-                loss = loss_of(expected[kept].float(), y[kept]) * y[kept].numel()
-                torch.testing.assert_close(sums[0], loss.double().detach(), rtol=1e-5, atol=0)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_evaluation_is_that_of_one_process_for_every_schedule_and_leaves_all_as_it_was(cluster: Cluster):
+    n = cluster.world_size
+    for name in SCHEDULES:
+        make = partial(gpt, num_layers=max(3, n * stages_per_rank(name)), dropout=0.4)
+        (x, y), model = text(5), make()  # five rows: microbatches of two, two and one
+        pipeline = Pipeline(make(), table_of(name, n, 3), loss_of, x[:2])
+        pipeline.stages[next(iter(pipeline.stages))].eval()
+        modes = [module.training for module in pipeline.modules()]
+        state = torch.random.get_rng_state()
+        with evaluating(pipeline):
+            outputs = pipeline.forward_only(x)
+            sums = pipeline.evaluation_sums(x, y, torch.tensor([True, False, True, True, False]))
+        assert [module.training for module in pipeline.modules()] == modes
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert all(parameter.grad is None for parameter in pipeline.parameters())
+        assert (outputs is None) == (sums is None) == (pipeline.rank_of[pipeline.last] != pipeline.rank)
+        if outputs is not None:
+            expected = model.eval()(x)
+            torch.testing.assert_close(outputs, expected.detach(), rtol=1e-9, atol=1e-12)
+            kept = [0, 2, 3]
+            loss = loss_of(expected[kept].float(), y[kept]) * y[kept].numel()
+            torch.testing.assert_close(sums[0], loss.double().detach(), rtol=1e-5, atol=0)
 
 
-def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process():
-    def work(cluster: Cluster) -> None:
-        x, _ = text(2)
-        model = gpt(num_layers=6)
-        first = Pipeline(model, table_of("zb_v", 2, 2), loss_of, x[:1])
-        state = first.full_state_dict()
-        assert_same(state, model.state_dict(), 0)
-        other = gpt(num_layers=6)
-        for parameter in other.parameters():
-            parameter.data.zero_()
-        second = Pipeline(other, table_of("interleaved", 2, 2), loss_of, x[:1])
-        second.load_full_state_dict(state)
-        assert_same(second.full_state_dict(), model.state_dict(), 0)
-        optimizer = torch.optim.AdamW(second.parameters())
-        names = {shard.name for shard in second.state_shards(optimizer)}
-        assert "model/head.weight" not in names  # the tied weight goes by its first name, on both ranks
-        assert "model/token_embedding.weight" in names
-
-    run_ranks(work, 2)
-
-
-def sentence_of(call) -> str:
-    with pytest.raises(WorkbookError) as error:
-        call()
-    assert "\n" not in str(error.value)
-    return str(error.value)
+@on_ranks(2)
+def test_the_full_state_goes_from_one_schedule_to_another_and_to_one_process(cluster: Cluster):
+    x, _ = text(2)
+    model = gpt(num_layers=6)
+    first = Pipeline(model, table_of("zb_v", 2, 2), loss_of, x[:1])
+    state = first.full_state_dict()
+    assert_same(state, model.state_dict(), 0)
+    other = gpt(num_layers=6)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    second = Pipeline(other, table_of("interleaved", 2, 2), loss_of, x[:1])
+    second.load_full_state_dict(state)
+    assert_same(second.full_state_dict(), model.state_dict(), 0)
+    optimizer = torch.optim.AdamW(second.parameters())
+    names = {shard.name for shard in second.state_shards(optimizer)}
+    assert "model/head.weight" not in names  # the tied weight goes by its first name, on both ranks
+    assert "model/token_embedding.weight" in names
 
 
 def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
@@ -412,7 +372,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
             lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
             lambda: pipeline.step(x[:3], y[:3]),
         ]
-        return [sentence_of(call) for call in calls]
+        return [refusal(call) for call in calls]
 
     first, *others = run_ranks(work, 3)
     assert all(other == first for other in others)
@@ -431,22 +391,20 @@ def test_a_rank_without_parameters_is_refused_on_all_ranks():
     def work(cluster: Cluster) -> str:
         model = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
         stages = [Stage(nn.Sequential(*model), [part]) for part in parts_of(nn.Sequential(*model))]
-        return sentence_of(lambda: OwnStages(stages, 2, nn.functional.mse_loss, torch.ones(2, 4)))
+        return refusal(OwnStages, stages, 2, nn.functional.mse_loss, torch.ones(2, 4))
 
     assert set(run_ranks(work, 3)) == {"Rank 1 would have no parameters to train: cut fewer stages."}
 
 
-def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence():
-    def refuse(cluster: Cluster) -> None:
-        for name, microbatches, sentence in (
-            ("1f1b", 2, r"PyTorch's 1f1b refuses: Number of microbatches \(2\) must be greater"),
-            ("interleaved", 7, "of the number of rounds"),
-            ("dualpipe_v", 5, "at least as many microbatches as stages"),
-        ):
-            (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
-            stages = balanced_stages(gpt(num_layers=6), len(rank_of))
-            with pytest.raises(WorkbookError, match=sentence) as refusal:
-                TorchPipeline(stages, name, microbatches, x[:1], rank_of)
-            assert "\n" not in str(refusal.value)
-
-    run_ranks(refuse, 3)
+@on_ranks(3)
+def test_what_is_not_for_pytorchs_schedules_is_refused_in_one_sentence(cluster: Cluster):
+    for name, microbatches, sentence in (
+        ("1f1b", 2, r"PyTorch's 1f1b refuses: Number of microbatches \(2\) must be greater"),
+        ("interleaved", 7, "of the number of rounds"),
+        ("dualpipe_v", 5, "at least as many microbatches as stages"),
+    ):
+        (x, _), rank_of = text(microbatches), placement(table_of(name, 3, microbatches))
+        stages = balanced_stages(gpt(num_layers=6), len(rank_of))
+        with pytest.raises(WorkbookError, match=sentence) as refused:
+            TorchPipeline(stages, name, microbatches, x[:1], rank_of)
+        assert "\n" not in str(refused.value)

@@ -1,6 +1,5 @@
 """The page of an all-reduce shows the messages of comm/algorithms and the numbers of comm/cost.py."""
 
-import json
 import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +70,7 @@ def page(pages: Path) -> Path:
 
 def timeline(browser: Browser, name: str, ranks: int, numel: int) -> dict[str, Any]:
     call = f"timelineOf({name!r}, {ranks}, {numel}, 4, {LINK.alpha!r}, {LINK.beta!r})"
-    return json.loads(browser.js(f"JSON.stringify({call})"))
+    return browser.json(call)
 
 
 def fact(browser: Browser, name: str, kind: str) -> str:

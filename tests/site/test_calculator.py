@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,10 +41,6 @@ def opened(browser: Browser, page: Path) -> Browser:
     return browser
 
 
-def js(browser: Browser, expression: str) -> Any:
-    return json.loads(browser.js(f"JSON.stringify({expression})"))
-
-
 def cell(browser: Browser, table: str, row: str) -> str:
     """Return the text of a row's last cell."""
     rows = f"[...document.querySelectorAll('#{table}-table tbody tr')]"
@@ -63,21 +58,21 @@ def test_the_number_of_parameters_is_that_of_the_workbooks_gpt(opened):
         sizes |= {"vocabulary": config.vocab_size, "context": config.block_size}
         with torch.device("meta"):
             true = sum(parameter.numel() for parameter in GPT(config).parameters())
-        assert js(opened, f"parametersOf({json.dumps(sizes)})") == true
+        assert opened.json(f"parametersOf({json.dumps(sizes)})") == true
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_memory_is_that_of_the_zero_formulas(opened, optimizer: str):
     _, _, states = OPTIMIZERS[optimizer]
     full = zero_memory.of_one_process([zero_memory.Share(full=1000, mine=1000)], states)
-    shown = js(opened, f"ofOneProcess(1000, 'float32', '{optimizer}')")
+    shown = opened.json(f"ofOneProcess(1000, 'float32', '{optimizer}')")
     assert shown == {
         "parameters": full.parameters, "gradients": full.gradients, "optimizer": full.optimizer_state,
     }  # fmt: skip
     for stage in range(4):
         for ranks in (1, 2, 3, 8):
             held = zero_memory.formula(stage, full, ranks)
-            shown = js(opened, f"zeroHeld({stage}, {json.dumps(shown_full(full))}, {ranks})")
+            shown = opened.json(f"zeroHeld({stage}, {json.dumps(shown_full(full))}, {ranks})")
             expected = (held.parameters, held.gradients, held.optimizer_state)
             assert list(shown.values()) == pytest.approx(expected)
 
@@ -89,15 +84,15 @@ def shown_full(full: zero_memory.Held) -> dict[str, float]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_idle_time_and_microbatches_held_are_those_of_the_schedules_theory(opened, schedule: str):
     chunks = stages_per_rank(schedule)
-    assert js(opened, f"SCHEDULES['{schedule}'].chunks") == chunks
+    assert opened.json(f"SCHEDULES['{schedule}'].chunks") == chunks
     for p in (1, 2, 3, 4, 8):
         for m in (1, 2, 4, 7, 8, 16, 33):
             for costs in COSTS:
-                shown = js(opened, f"idleSeconds('{schedule}', {p}, {m}, {', '.join(map(str, costs))})")
+                shown = opened.json(f"idleSeconds('{schedule}', {p}, {m}, {', '.join(map(str, costs))})")
                 expected = theory.idle(schedule, p, m, chunks, *costs)
                 assert shown == (None if expected is None else pytest.approx(expected)), (p, m, costs)
             for rank in range(p):
-                shown = js(opened, f"heldMicrobatches('{schedule}', {p}, {m}, {rank})")
+                shown = opened.json(f"heldMicrobatches('{schedule}', {p}, {m}, {rank})")
                 assert shown == theory.most_held(schedule, p, m, chunks, rank), (p, m, rank)
 
 
@@ -108,8 +103,8 @@ def test_experts_take_the_place_of_a_layers_feed_forward(opened):
         router = sum(p.numel() for p in Router(config.width, experts, 2).parameters())
     of_model = sum(parameter.numel() for parameter in model.parameters())
     sizes = json.dumps({"layers": 3, "width": 6, "vocabulary": 11, "context": 7, "experts": experts})
-    assert js(opened, f"expertParametersOf({sizes})") == 3 * experts * one
-    assert js(opened, f"denseParametersOf({sizes})") == of_model - 3 * one + 3 * router
+    assert opened.json(f"expertParametersOf({sizes})") == 3 * experts * one
+    assert opened.json(f"denseParametersOf({sizes})") == of_model - 3 * one + 3 * router
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -127,23 +122,23 @@ def test_activations_and_waiting_are_those_of_the_planner(opened, tensor: int, e
         }  # fmt: skip
         given, tokens = json.dumps(settings), 3 * 32 / context
         kept = layer_activations(replace(shape, fused_attention=not keeps), sizes)
-        assert js(opened, f"layerActivations({given})") == pytest.approx(tokens * kept)
+        assert opened.json(f"layerActivations({given})") == pytest.approx(tokens * kept)
     stream = round(tokens * 64 * 2)
     one = cost.seconds("all_reduce", "ring", stream, tensor, LINK)
     reductions = 1 + active  # after attention and after each expert
-    assert js(opened, f"tensorSeconds({given}, {link})") == pytest.approx(reductions * one)
+    assert opened.json(f"tensorSeconds({given}, {link})") == pytest.approx(reductions * one)
     there = cost.seconds("all_to_all", "pairwise", stream * active, 4, LINK) * (experts > 1)
-    assert js(opened, f"expertSeconds({given}, {link})") == pytest.approx(2 * there)
+    assert opened.json(f"expertSeconds({given}, {link})") == pytest.approx(2 * there)
     message = LINK.alpha + LINK.beta * 2 * stream / tensor
     forward, backward = ring_passes([0.0] * context, message)
-    shown = js(opened, f"contextSeconds({given}, {link})")
+    shown = opened.json(f"contextSeconds({given}, {link})")
     assert [shown, 2 * shown] == pytest.approx([forward, backward])
 
 
 def test_all_axes_divide_what_a_rank_holds(browser: Browser, page: Path):
     axes = "dataRanks=8&pipelineRanks=2&tensorRanks=4&contextRanks=2&experts=8&activeExperts=2&expertRanks=4"
     browser.open(page, f"layers=32&heads=32&width=4096&{axes}")
-    shown = js(browser, "[results(set), denseParametersOf(set), expertParametersOf(set)]")
+    shown = browser.json("[results(set), denseParametersOf(set), expertParametersOf(set)]")
     result, dense, experts = shown
     of_rank = [(dense / 8, 16), (experts / 32, 4)]  # parameters, and the ranks that hold the same ones
     held = [zero_memory.formula(1, zero_memory.Held(2 * n, 2 * n, 12 * n), ranks) for n, ranks in of_rank]
@@ -188,12 +183,12 @@ def test_traffic_and_its_time_are_those_of_the_cost_formulas(opened, stage: int,
         cost.traffic(op, "ring", size, itemsize, ranks, 0).bytes_sent * times
         for op, times in operations.items()
     ]
-    assert js(opened, f"bytesSent({collectives}, {ranks})") == pytest.approx(sum(sent))
+    assert opened.json(f"bytesSent({collectives}, {ranks})") == pytest.approx(sum(sent))
     seconds = [
         cost.seconds(op, "ring", size * itemsize, ranks, LINK) * times for op, times in operations.items()
     ]
     link = f"{{alpha: {LINK.alpha!r}, beta: {LINK.beta!r}}}"
-    assert js(opened, f"secondsSent({collectives}, {ranks}, {link})") == pytest.approx(sum(seconds))
+    assert opened.json(f"secondsSent({collectives}, {ranks}, {link})") == pytest.approx(sum(seconds))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -201,7 +196,7 @@ def test_a_step_lasts_as_long_as_the_lessons_predict(browser: Browser, page: Pat
     browser.open(
         page, f"schedule={schedule}&pipelineRanks=4&microbatches=8&dataRanks=8&stage=0&precision=float32"
     )
-    shown = js(browser, "results(set)")
+    shown = browser.json("results(set)")
     f, i, w = (shown[each] for each in "fiw")
     makespan = theory.makespan(schedule, 4, 8, stages_per_rank(schedule), f, i, w)
     num_bytes = round(shown["full"]["gradients"])
@@ -238,7 +233,7 @@ SEVEN_BILLION = "layers=32&width=4096&vocabulary=50257&context=2048&sequence=204
 def test_all_ways_to_use_the_ranks_are_compared_and_one_is_chosen(browser: Browser, page: Path):
     browser.open(page, SEVEN_BILLION + "&capacity=80e9")
     buttons = "[...document.querySelectorAll('#splits button')]"
-    ways = js(browser, f"{buttons}.map(each => [JSON.parse(each.dataset.way), each.innerText.split('\\n')])")
+    ways = browser.json(f"{buttons}.map(each => [JSON.parse(each.dataset.way), each.innerText.split('\\n')])")
     assert sorted({(way["pipelineRanks"], way["dataRanks"]) for way, _ in ways}) == [
         (1, 8), (2, 4), (4, 2), (8, 1),
     ]  # fmt: skip
@@ -299,13 +294,13 @@ def test_what_each_way_to_send_less_sends_is_what_the_lesson_expects(
     browser: Browser, page: Path, ranks: int
 ):
     browser.open(page, f"{TINY}&dataRanks={ranks}")
-    shown = js(browser, "waysOf(set)")
+    shown = browser.json("waysOf(set)")
     of_ranks = run_ranks(tiny_traffic, ranks)
     for way, sent in of_ranks[0].items():  # ranks' shards differ by one number at most
         mean = sum(each[way] for each in of_ranks) / ranks
         assert shown[way]["sent"] == pytest.approx(mean, rel=1e-9), (way, sent)
     assert shown["diloco"]["sent"] == shown["streaming"]["sent"] == shown["localSgd"]["sent"]
-    num_bytes = js(browser, f"int8Bytes({{numbers: results(set).parameters, ranks: {ranks}}})")
+    num_bytes = browser.json(f"int8Bytes({{numbers: results(set).parameters, ranks: {ranks}}})")
     both = [("all_to_all", "pairwise"), ("all_gather", "ring")]
     wire = sum(cost.seconds(op, pattern, num_bytes, ranks, LINK) for op, pattern in both)
     assert shown["int8"]["wire"] == pytest.approx(wire)
@@ -316,7 +311,7 @@ def test_hybrid_shards_cost_a_machines_collectives_and_an_all_reduce_on_its_link
     browser: Browser, page: Path, microbatches: int
 ):
     browser.open(page, f"{TINY}&dataRanks=8&machineRanks=4&microbatches={microbatches}")
-    result, hsdp = js(browser, "[results(set), waysOf(set).hsdp]")
+    result, hsdp = browser.json("[results(set), waysOf(set).hsdp]")
     num_bytes, shard = 4 * result["parameters"], result["parameters"] // 4
     assert hsdp["sent"] == 4 * cost.traffic("all_reduce", "ring", shard, 4, 2, 0).bytes_sent
     assert hsdp["memory"] == 4 * num_bytes / 4  # parameters, gradients, two averages
@@ -331,12 +326,12 @@ def test_hybrid_shards_cost_a_machines_collectives_and_an_all_reduce_on_its_link
 @pytest.mark.parametrize("way", WAYS)
 def test_a_way_pays_below_the_rate_that_is_shown(browser: Browser, page: Path, way: str):
     browser.open(page, f"{TINY}&dataRanks=4&machineRanks=2&flops=1e11")
-    shown, makespan = js(browser, "[waysOf(set), results(set).makespan]")
+    shown, makespan = browser.json("[waysOf(set), results(set).makespan]")
     plain, wire, step = shown["plain"], shown[way]["wire"], shown[way]["step"]
     assert plain["step"] == max(makespan, plain["wire"])
     assert step == pytest.approx(makespan + wire if way in ("localSgd", "diloco") else max(makespan, wire))
-    rate = js(browser, f"stopsAt(set, '{way}')")
-    below, above = js(browser, f"[0.99, 1.01].map(times => shareAt(set, times * {rate}, '{way}'))")
+    rate = browser.json(f"stopsAt(set, '{way}')")
+    below, above = browser.json(f"[0.99, 1.01].map(times => shareAt(set, times * {rate}, '{way}'))")
     assert below < 1 <= above + 1e-6
 
 

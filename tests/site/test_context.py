@@ -32,10 +32,6 @@ def opened(browser: Browser, pages: Path) -> Browser:
     return browser
 
 
-def js(browser: Browser, expression: str) -> Any:
-    return json.loads(browser.js(f"JSON.stringify({expression})"))
-
-
 def cut_of(name: str, length: int, ranks: int) -> str:
     return f"CUTS.{name}.of({length}, {ranks})"
 
@@ -68,7 +64,7 @@ def test_the_parts_and_pairs_are_those_of_the_sequence_cut(opened: Browser, name
     for ranks, length, is_causal in product(range(1, 9), LENGTHS, (True, False)):
         cut, shown = CUTS[name](length, ranks), cut_of(name, length, ranks)
         causal = json.dumps(is_causal)
-        assert js(opened, f"allParts({shown}, {causal})") == parts_of(cut, ranks, is_causal)
+        assert opened.json(f"allParts({shown}, {causal})") == parts_of(cut, ranks, is_causal)
         pairs = [
             [
                 sum(part.pairs for part in cut.parts(rank, (rank - step) % ranks, is_causal))
@@ -76,18 +72,18 @@ def test_the_parts_and_pairs_are_those_of_the_sequence_cut(opened: Browser, name
             ]
             for rank in range(ranks)
         ]
-        assert js(opened, f"pairsOfRanks({shown}, {causal})") == pairs
+        assert opened.json(f"pairsOfRanks({shown}, {causal})") == pairs
         lengths = [cut.length(rank) for rank in range(ranks)]
-        assert js(opened, f"ranksOf({ranks}).map(rank => lengthOf({shown}, rank))") == lengths
+        assert opened.json(f"ranksOf({ranks}).map(rank => lengthOf({shown}, rank))") == lengths
         if is_causal:
-            assert js(opened, f"stepPairs({shown}, true)") == step_pairs(cut)
-            assert js(opened, f"balancedPairs({shown}, true)") == balanced_pairs(cut)
+            assert opened.json(f"stepPairs({shown}, true)") == step_pairs(cut)
+            assert opened.json(f"balancedPairs({shown}, true)") == balanced_pairs(cut)
 
 
 def test_forward_and_backward_by_formula_are_those_of_predict(opened: Browser):
     for name, ranks, length, link in product(CUTS, (1, 2, 3, 4, 8), (48, 1001), LINKS):
         pairs, per_pair, block = step_pairs(CUTS[name](length, ranks)), 0.5, 7
-        found = js(opened, f"ringSeconds({pairs}, {per_pair}, {block}, {js_link(link)})")
+        found = opened.json(f"ringSeconds({pairs}, {per_pair}, {block}, {js_link(link)})")
         predicted = ring_seconds(pairs, per_pair, block, link)
         assert found["forward"] + found["backward"] == pytest.approx(predicted, rel=1e-12)
         message = link.alpha + block * link.beta if ranks > 1 else 0
@@ -98,7 +94,7 @@ def test_forward_and_backward_by_formula_are_those_of_predict(opened: Browser):
         assert found["exposed"] == pytest.approx(max(0, predicted - computing), abs=1e-6)
         assert found["exposed"] + found["hidden"] == pytest.approx(3 * (ranks - 1) * message)
     for length in (1, 17, 4096):
-        assert js(opened, f"secondsPerPair(0.3, {length})") == seconds_per_pair(0.3, length)
+        assert opened.json(f"secondsPerPair(0.3, {length})") == seconds_per_pair(0.3, length)
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -109,10 +105,10 @@ def test_the_timeline_takes_as_long_as_the_formula_or_less_where_ranks_differ(
     for ranks, length, link in product((2, 3, 4, 7, 8), (336, 337, 1001), LINKS):
         cut, shown = CUTS[name](length, ranks), cut_of(name, length, ranks)
         causal, per_pair = json.dumps(is_causal), 1e-3
-        found = js(opened, f"timelineOf({shown}, {causal}, {per_pair}, 1, {js_link(link)})")
+        found = opened.json(f"timelineOf({shown}, {causal}, {per_pair}, 1, {js_link(link)})")
         block = max(map(cut.length, range(ranks)))
-        pairs = js(opened, f"stepPairs({shown}, {causal})")
-        formula = js(opened, f"ringSeconds({pairs}, {per_pair}, {block}, {js_link(link)}).forward")
+        pairs = opened.json(f"stepPairs({shown}, {causal})")
+        formula = opened.json(f"ringSeconds({pairs}, {per_pair}, {block}, {js_link(link)}).forward")
         assert found["makespan"] <= formula * (1 + 1e-9)
         if length % (2 * ranks) == 0:
             assert found["makespan"] == pytest.approx(formula)
@@ -145,12 +141,12 @@ def test_a_rank_sends_what_the_lessons_expect(opened: Browser, ranks: int):
         for rank, expected in enumerate(by_rank):
             for name in CUTS:
                 lengths = [CUTS[name](length, ranks).length(each) for each in range(ranks)]
-                sent = js(opened, f"ringBytes({lengths}, {rank}, {head}, {KV_HEADS}, {ITEMSIZE})")
+                sent = opened.json(f"ringBytes({lengths}, {rank}, {head}, {KV_HEADS}, {ITEMSIZE})")
                 assert sent == expected[name]
             lengths = [SequenceCut.contiguous(length, ranks).length(each) for each in range(ranks)]
-            sent = js(opened, f"allToAllBytes({lengths}, {rank}, {head}, {numbers})")
+            sent = opened.json(f"allToAllBytes({lengths}, {rank}, {head}, {numbers})")
             assert sent == expected["allToAll"]
-        sent = js(opened, f"sequenceBytes({ranks}, {length}, {head}, {HEADS}, {ITEMSIZE})")
+        sent = opened.json(f"sequenceBytes({ranks}, {length}, {head}, {HEADS}, {ITEMSIZE})")
         even = -(-length // ranks) * ranks
         assert sent == max(each["sequence False"] for each in by_rank)
         # The page says that lesson 3 sends 10 (n-1)/n T w with overlap, which is its default.

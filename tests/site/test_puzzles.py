@@ -30,7 +30,7 @@ def solution(name: str) -> Table:
 
 def judge(browser: Browser, puzzle: dict[str, Any], table: Table) -> dict[str, Any]:
     """Return what the page says of a table."""
-    return json.loads(browser.js(f"JSON.stringify(judge({json.dumps(puzzle)}, {json.dumps(table)}))"))
+    return browser.json(f"judge({json.dumps(puzzle)}, {json.dumps(table)})")
 
 
 def table_of(text: str) -> Table:

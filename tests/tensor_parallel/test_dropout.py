@@ -12,6 +12,7 @@ from lab.cluster import Cluster
 from lab.models.blocks import recompute_blocks
 from lab.ranks import run_ranks
 from tensor_parallel.parallelize import TensorParallel, parallelize
+from tests.on_ranks import on_ranks
 from tests.tensor_parallel.equivalence import gathered, gpt, text
 from training.data import seed_step
 
@@ -76,7 +77,8 @@ def test_with_sequence_parallel_the_tokens_of_different_ranks_have_different_mas
         assert all(are_independent(first[where], second[where]) for where in first)
 
 
-def test_blocks_computed_again_in_the_backward_draw_the_same_masks():
+@on_ranks(2)
+def test_blocks_computed_again_in_the_backward_draw_the_same_masks(cluster: Cluster):
     def trained(cluster: Cluster, sequence_parallel: bool, recompute: bool) -> dict[str, Tensor | None]:
         model = model_of(cluster, sequence_parallel)
         if recompute:
@@ -85,30 +87,25 @@ def test_blocks_computed_again_in_the_backward_draw_the_same_masks():
         model.loss(model(x), y).backward()
         return gradients(model.module)
 
-    def look(cluster: Cluster) -> None:
-        for by_tokens in (False, True):
-            assert_same(trained(cluster, by_tokens, True), trained(cluster, by_tokens, False))
-
-    run_ranks(look, 2)
+    for by_tokens in (False, True):
+        assert_same(trained(cluster, by_tokens, True), trained(cluster, by_tokens, False))
 
 
-def test_a_step_draws_the_same_masks_whatever_was_drawn_before_and_evaluation_draws_none():
-    def look(cluster: Cluster) -> None:
-        for sequence_parallel in (False, True):
-            model = model_of(cluster, sequence_parallel)
-            found = []
-            for _ in range(2):  # as where a run resumes
-                seed_step(seed=3, step=5, stream=0)
-                found.append(masks_of_a_step(model))
-                masks_of_a_step(model)
-            assert all(torch.equal(found[0][where], found[1][where]) for where in found[0])
+@on_ranks(2)
+def test_a_step_draws_the_same_masks_whatever_was_drawn_before_and_evaluation_draws_none(cluster: Cluster):
+    for sequence_parallel in (False, True):
+        model = model_of(cluster, sequence_parallel)
+        found = []
+        for _ in range(2):  # as where a run resumes
+            seed_step(seed=3, step=5, stream=0)
+            found.append(masks_of_a_step(model))
+            masks_of_a_step(model)
+        assert all(torch.equal(found[0][where], found[1][where]) for where in found[0])
 
-            x, _ = text(11)
-            for dropout, training in ((0.5, False), (0.0, True)):
-                model = model_of(cluster, sequence_parallel, dropout).train(training)
-                before = torch.get_rng_state()
-                y = gathered(model(x), -1)[..., :61]
-                assert_same({"logits": y}, {"logits": gpt(num_layers=1)(x).detach()})
-                assert torch.equal(torch.get_rng_state(), before)
-
-    run_ranks(look, 2)
+        x, _ = text(11)
+        for dropout, training in ((0.5, False), (0.0, True)):
+            model = model_of(cluster, sequence_parallel, dropout).train(training)
+            before = torch.get_rng_state()
+            y = gathered(model(x), -1)[..., :61]
+            assert_same({"logits": y}, {"logits": gpt(num_layers=1)(x).detach()})
+            assert torch.equal(torch.get_rng_state(), before)

@@ -19,6 +19,7 @@ from lab.trace.ledger import LEDGER, Traffic
 from tensor_parallel import layers
 from tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tensor_parallel.parallelize import parallelize
+from tests.on_ranks import on_ranks
 from tests.tensor_parallel.equivalence import gathered, gpt
 
 
@@ -70,112 +71,98 @@ def test_a_column_and_a_row_layer_equal_two_plain_layers(n: int):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_with_divided_tokens_and_without_overlap_layers_equal_plain_ones(n: int):
-    def work(cluster: Cluster) -> None:
-        for by_tokens, overlap in ((True, True), (True, False), (False, False)):
-            compare_pair(cluster, by_tokens, overlap=overlap)
-
-    run_ranks(work, n)
+@on_ranks("n")
+def test_with_divided_tokens_and_without_overlap_layers_equal_plain_ones(cluster: Cluster, n: int):
+    for by_tokens, overlap in ((True, True), (True, False), (False, False)):
+        compare_pair(cluster, by_tokens, overlap=overlap)
 
 
-def test_the_bias_of_a_row_layer_is_added_once():
-    def look(cluster: Cluster) -> None:
-        layer = RowParallelLinear(plain_linear(4, 3, seed=0))
-        layer.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
-        y = layer(torch.zeros(5, 2).double())
-        y.sum().backward()
-        assert_same({"y": y.detach()}, {"y": torch.tensor([[1.0, 2.0, 3.0]]).expand(5, 3)}, what="output")
-        assert_same({"bias": layer.bias.grad}, {"bias": torch.full((3,), 5.0)})
+@on_ranks(2)
+def test_the_bias_of_a_row_layer_is_added_once(cluster: Cluster):
+    layer = RowParallelLinear(plain_linear(4, 3, seed=0))
+    layer.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    y = layer(torch.zeros(5, 2).double())
+    y.sum().backward()
+    assert_same({"y": y.detach()}, {"y": torch.tensor([[1.0, 2.0, 3.0]]).expand(5, 3)}, what="output")
+    assert_same({"bias": layer.bias.grad}, {"bias": torch.full((3,), 5.0)})
 
-        for by_tokens in (False, True):  # a layer may have no bias
-            without = RowParallelLinear(plain_linear(4, 3, 0, bias=False), sequence_parallel=by_tokens)
-            assert not without(torch.zeros(1, 6, 2).double()).any()
-
-    run_ranks(look, 2)
+    for by_tokens in (False, True):  # a layer may have no bias
+        without = RowParallelLinear(plain_linear(4, 3, 0, bias=False), sequence_parallel=by_tokens)
+        assert not without(torch.zeros(1, 6, 2).double()).any()
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(n: int):
-    def compare(cluster: Cluster) -> None:
-        plain = plain_embedding()
-        tokens = torch.cat([torch.arange(61), torch.tensor([0, 60, 60])]).view(2, 32)[:, :24]
-        weight = numbers(2, 24, 6)
-        y = plain(tokens)
-        (y * weight).sum().backward()
-        for by_tokens in (False, True):
-            ours = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
-            padded = gathered(ours.weight, 0)
-            assert len(padded) == -(-61 // n) * n and not padded[61:].any()
-            found = ours(tokens)
-            (found * (own_shard(weight, 1, None) if by_tokens else weight)).sum().backward()
-            actual = {
-                "y": gathered(found, 1) if by_tokens else found.detach(),
-                "weight": gathered(ours.weight.grad, 0)[:61],
-            }
-            assert_same(actual, {"y": y.detach(), "weight": plain.weight.grad})
-
-    run_ranks(compare, n)
+@on_ranks("n")
+def test_an_embedding_finds_each_token_on_the_rank_that_owns_it(cluster: Cluster, n: int):
+    plain = plain_embedding()
+    tokens = torch.cat([torch.arange(61), torch.tensor([0, 60, 60])]).view(2, 32)[:, :24]
+    weight = numbers(2, 24, 6)
+    y = plain(tokens)
+    (y * weight).sum().backward()
+    for by_tokens in (False, True):
+        ours = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
+        padded = gathered(ours.weight, 0)
+        assert len(padded) == -(-61 // n) * n and not padded[61:].any()
+        found = ours(tokens)
+        (found * (own_shard(weight, 1, None) if by_tokens else weight)).sum().backward()
+        actual = {
+            "y": gathered(found, 1) if by_tokens else found.detach(),
+            "weight": gathered(ours.weight.grad, 0)[:61],
+        }
+        assert_same(actual, {"y": y.detach(), "weight": plain.weight.grad})
 
 
 @pytest.mark.parametrize("kinds", [2, 3])
-def test_layers_communicate_within_the_given_group_only(kinds: int):
+@on_ranks(4)
+def test_layers_communicate_within_the_given_group_only(cluster: Cluster, kinds: int):
     """Two kinds are a column and a row layer; three begin with an embedding, also with divided tokens."""
-
-    def compare(cluster: Cluster) -> None:
-        group = [dist.new_group([0, 2]), dist.new_group([1, 3])][cluster.rank % 2]
-        tokens = torch.arange(12).view(2, 6) + cluster.rank % 2  # each group has its own
-        for divided in ({}, {"sequence_parallel": True})[: kinds - 1]:
-            plain, cut = (
-                [plain_embedding(), plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)] for _ in "12"
-            )
-            parallel = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
-            ours = [kind(cut[i], group, **divided) for i, kind in enumerate(parallel) if i >= 3 - kinds]
-            found = []
-            for embedding, column, row in (plain, [*plain[: 3 - kinds], *ours]):
-                h = embedding(tokens)
-                h.retain_grad()
-                y = row(F.gelu(column(h)))
-                y.square().sum().backward()
-                found.append({"output": y.detach(), "gradient": h.grad})
-            expected, actual = found
-            if divided:
-                expected = {name: own_shard(full, 1, group) for name, full in expected.items()}
-            assert_same(actual, expected, what="value within a group:")
-
-    run_ranks(compare, 4)
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][cluster.rank % 2]
+    tokens = torch.arange(12).view(2, 6) + cluster.rank % 2  # each group has its own
+    for divided in ({}, {"sequence_parallel": True})[: kinds - 1]:
+        plain, cut = (
+            [plain_embedding(), plain_linear(6, 24, seed=1), plain_linear(24, 5, seed=2)] for _ in "12"
+        )
+        parallel = VocabParallelEmbedding, ColumnParallelLinear, RowParallelLinear
+        ours = [kind(cut[i], group, **divided) for i, kind in enumerate(parallel) if i >= 3 - kinds]
+        found = []
+        for embedding, column, row in (plain, [*plain[: 3 - kinds], *ours]):
+            h = embedding(tokens)
+            h.retain_grad()
+            y = row(F.gelu(column(h)))
+            y.square().sum().backward()
+            found.append({"output": y.detach(), "gradient": h.grad})
+        expected, actual = found
+        if divided:
+            expected = {name: own_shard(full, 1, group) for name, full in expected.items()}
+        assert_same(actual, expected, what="value within a group:")
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks():
+@on_ranks(2)
+def test_a_token_outside_of_the_vocabulary_is_refused_on_all_ranks(cluster: Cluster):
     """nn.Embedding does the same. Row 61 is padding on the last rank."""
-
-    def refuse(cluster: Cluster) -> None:
-        for by_tokens in (False, True):
-            embedding = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
-            model = parallelize(gpt(num_layers=1), None, by_tokens)
-            for token in (-1, 61, 62, 999):
-                for module in (embedding, model):
-                    with pytest.raises(IndexError, match="out of range"):
-                        module(torch.tensor([[3, 60, token, 0]]))
-            embedding(torch.tensor([[0, 60]]))
-
-    run_ranks(refuse, 2)
+    for by_tokens in (False, True):
+        embedding = VocabParallelEmbedding(plain_embedding(), sequence_parallel=by_tokens)
+        model = parallelize(gpt(num_layers=1), None, by_tokens)
+        for token in (-1, 61, 62, 999):
+            for module in (embedding, model):
+                with pytest.raises(IndexError, match="out of range"):
+                    module(torch.tensor([[3, 60, token, 0]]))
+        embedding(torch.tensor([[0, 60]]))
 
 
-def test_under_autocast_layers_compute_and_send_what_plain_ones_do_bit_by_bit():
-    def compare(cluster: Cluster) -> None:
-        for by_tokens, make in itertools.product((False, True), (ColumnParallelLinear, RowParallelLinear)):
-            linears = [plain_linear(6, 12, seed=0).float() for _ in range(2)]
-            found = []
-            for module in (make(linears[0], sequence_parallel=by_tokens), linears[1]):
-                x = numbers(2, 4, 6).float().requires_grad_()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    y = module(x)
-                assert y.dtype == torch.bfloat16
-                (y.float() * torch.linspace(0, 1, 12)).sum().backward()
-                found.append(gradients(module) | {"input": x.grad})
-            assert_same(found[0], found[1], 0, f"gradient, {make.__name__},")
-
-    run_ranks(compare, 1)
+@on_ranks(1)
+def test_under_autocast_layers_compute_and_send_what_plain_ones_do_bit_by_bit(cluster: Cluster):
+    for by_tokens, make in itertools.product((False, True), (ColumnParallelLinear, RowParallelLinear)):
+        linears = [plain_linear(6, 12, seed=0).float() for _ in range(2)]
+        found = []
+        for module in (make(linears[0], sequence_parallel=by_tokens), linears[1]):
+            x = numbers(2, 4, 6).float().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = module(x)
+            assert y.dtype == torch.bfloat16
+            (y.float() * torch.linspace(0, 1, 12)).sum().backward()
+            found.append(gradients(module) | {"input": x.grad})
+        assert_same(found[0], found[1], 0, f"gradient, {make.__name__},")
 
 
 class Products(TorchDispatchMode):
@@ -217,40 +204,34 @@ def test_the_inputs_gradient_is_sent_while_the_weights_gradient_is_computed():
             assert events == ["product", "launched", "product", "awaited"], name
 
 
-def test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several_layers():
-    def count(cluster: Cluster) -> None:
-        for overlap, by_tokens in itertools.product((True, False), (False, True)):
-            options = {"sequence_parallel": by_tokens, "overlap": overlap}
-            shared = [ColumnParallelLinear(nn.Linear(6, 12), **options) for _ in range(3)]
-            ys = layers.column_parallel(torch.ones(2, 4, 6, requires_grad=True), shared)
-            LEDGER.clear()
-            sum(y.sum() for y in ys).backward()
-            rows = {entry.op: row for entry, row in LEDGER.rows().items() if entry.pattern != "header"}
-            if by_tokens:
-                assert set(rows) == ({"all_gather", "reduce_scatter"} if overlap else {"reduce_scatter"})
-            else:
-                once = Traffic(48 * 4, messages_sent=2)  # a ring all-reduce of 48 float32 on 2 ranks
-                assert rows == {"all_reduce": once}
-
-    run_ranks(count, 2)
+@on_ranks(2)
+def test_without_overlap_a_backward_reduces_the_inputs_gradient_once_for_several_layers(cluster: Cluster):
+    for overlap, by_tokens in itertools.product((True, False), (False, True)):
+        options = {"sequence_parallel": by_tokens, "overlap": overlap}
+        shared = [ColumnParallelLinear(nn.Linear(6, 12), **options) for _ in range(3)]
+        ys = layers.column_parallel(torch.ones(2, 4, 6, requires_grad=True), shared)
+        LEDGER.clear()
+        sum(y.sum() for y in ys).backward()
+        rows = {entry.op: row for entry, row in LEDGER.rows().items() if entry.pattern != "header"}
+        if by_tokens:
+            assert set(rows) == ({"all_gather", "reduce_scatter"} if overlap else {"reduce_scatter"})
+        else:
+            once = Traffic(48 * 4, messages_sent=2)  # a ring all-reduce of 48 float32 on 2 ranks
+            assert rows == {"all_reduce": once}
 
 
-def test_forward_and_backward_send_one_all_reduce_each():
-    def work(cluster: Cluster) -> None:
-        n, x = cluster.world_size, torch.ones(3, 6).double().requires_grad_()
-        column = ColumnParallelLinear(plain_linear(6, 24, seed=1))
-        row = RowParallelLinear(plain_linear(24, 4, seed=2))
-        for what, numel in (("forward", 3 * 4), ("backward", 3 * 6)):
-            LEDGER.clear()
-            if what == "forward":
-                y = row(column(x))
-            else:
-                y.sum().backward()
-            rows = LEDGER.rows().items()
-            sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header")
-            formula = 2 * (n - 1) * numel * 8 // n
-            assert sent <= formula, (
-                f"the {what} sends {sent} bytes, and not 2(n-1)/n of {8 * numel} = {formula}"
-            )
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_forward_and_backward_send_one_all_reduce_each(cluster: Cluster):
+    n, x = cluster.world_size, torch.ones(3, 6).double().requires_grad_()
+    column = ColumnParallelLinear(plain_linear(6, 24, seed=1))
+    row = RowParallelLinear(plain_linear(24, 4, seed=2))
+    for what, numel in (("forward", 3 * 4), ("backward", 3 * 6)):
+        LEDGER.clear()
+        if what == "forward":
+            y = row(column(x))
+        else:
+            y.sum().backward()
+        rows = LEDGER.rows().items()
+        sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header")
+        formula = 2 * (n - 1) * numel * 8 // n
+        assert sent <= formula, f"the {what} sends {sent} bytes, and not 2(n-1)/n of {8 * numel} = {formula}"

@@ -20,75 +20,75 @@ from lab.trace.memory import live_bytes
 from tensor_parallel.parallelize import parallelize
 from tensor_parallel.train_dtensor import DTensorGPT, by_comm
 from tests import dtensors
+from tests.equivalence import compare_with_one_process
+from tests.on_ranks import on_ranks
+from tests.refusals import refusal, the_one_sentence
+from tests.tasks import Task
 from tests.tensor_parallel.equivalence import full_tensors, gathered, gpt, text
-from tests.wrappers import Task, compare_with_one_process
+from tests.wrappers import named
 from training.report import replica_digests
 
 
-def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers():
-    def compare(cluster: Cluster) -> None:
-        for sizes in ([7, 12, 5, 24, 3], [7, 12, 5, 12], [7, 12]):
-            task = Task(lambda seed, sizes=sizes: MLP(sizes, seed).double())
-            compare_with_one_process(cluster, "tensor", task, (1, 3), clip=0.1)
-
-    run_ranks(compare, 3)
+@on_ranks(3)
+def test_an_mlp_may_have_an_odd_or_an_even_number_of_layers(cluster: Cluster):
+    for sizes in ([7, 12, 5, 24, 3], [7, 12, 5, 12], [7, 12]):
+        task = Task(lambda seed, sizes=sizes: MLP(sizes, seed).double())
+        compare_with_one_process(cluster, named("tensor"), task, (1, 3), clip=0.1)
 
 
-def test_gradients_count_once_however_backwards_and_synchronisation_alternate():
-    def work(cluster: Cluster) -> None:
-        x, _ = text()
-        for program in ("backward backward finish", "backward finish backward finish finish"):
-            plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1), None, True)
-            for number, what in enumerate(program.split()):
-                tokens = (x + number) % 61
-                if what == "finish":
-                    ours.finish_gradient_sync()
-                else:
-                    loss_of(plain(tokens), tokens).backward()
-                    ours.loss(ours(tokens), tokens).backward()
-            found = full_tensors(ours, gradients(ours.module))
-            assert_same(found, gradients(plain), what=f"gradient, {program},")
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_gradients_count_once_however_backwards_and_synchronisation_alternate(cluster: Cluster):
+    x, _ = text()
+    for program in ("backward backward finish", "backward finish backward finish finish"):
+        plain, ours = gpt(num_layers=1), parallelize(gpt(num_layers=1), None, True)
+        for number, what in enumerate(program.split()):
+            tokens = (x + number) % 61
+            if what == "finish":
+                ours.finish_gradient_sync()
+            else:
+                loss_of(plain(tokens), tokens).backward()
+                ours.loss(ours(tokens), tokens).backward()
+        found = full_tensors(ours, gradients(ours.module))
+        assert_same(found, gradients(plain), what=f"gradient, {program},")
 
 
-def test_an_optimizer_made_before_parallelize_trains_the_shards_and_replicas_stay_equal_bit_by_bit():
-    def train(cluster: Cluster) -> None:
-        x, y = text(11)
-        for sequence_parallel in (False, True):
-            plain = gpt(cluster.rank, dropout=0.1, num_layers=1).float()
-            optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-            loss_of(plain(x), y).backward()  # of the plain model: not a shard's gradient
-            model = parallelize(plain, None, sequence_parallel)
-            assert all(gradient is None for gradient in gradients(model).values())
-            before = parameters(model)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model.loss(model(x), y).backward()
-                model.finish_gradient_sync()
-                model.clip_grad_norm_(1.0)
-                optimizer.step()
-            assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
-            named = model.module.named_parameters()
-            replicated = nn.ParameterList(p for name, p in named if name not in model.dims)
-            assert len(replicated) == 9 and len(set(replica_digests(cluster, replicated))) == 1
+@on_ranks(3)
+def test_an_optimizer_made_before_parallelize_trains_the_shards_and_replicas_stay_equal_bit_by_bit(
+    cluster: Cluster,
+):
+    x, y = text(11)
+    for sequence_parallel in (False, True):
+        plain = gpt(cluster.rank, dropout=0.1, num_layers=1).float()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        loss_of(plain(x), y).backward()  # of the plain model: not a shard's gradient
+        model = parallelize(plain, None, sequence_parallel)
+        assert all(gradient is None for gradient in gradients(model).values())
+        before = parameters(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.loss(model(x), y).backward()
+            model.finish_gradient_sync()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+        assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
+        named = model.module.named_parameters()
+        replicated = nn.ParameterList(p for name, p in named if name not in model.dims)
+        assert len(replicated) == 9 and len(set(replica_digests(cluster, replicated))) == 1
 
-    run_ranks(train, 3)
 
-
-def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model():
-    def measure(cluster: Cluster, tied: bool) -> None:
-        sizes = {name: parameter.nbytes for name, parameter in gpt(tied=tied).named_parameters()}
-        before = live_bytes({})["other"]
-        model = parallelize(gpt(tied=tied), None, sequence_parallel=tied)
-        held = live_bytes({"parameters": model.parameters()})
-        padding = (2 - tied) * 3 * 24 * 8  # 61 entries are padded to 64 on 4 ranks
-        cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
-        replicated = sum(size for name, size in sizes.items() if name not in model.dims)
-        assert held == {"parameters": cut // 4 + replicated, "other": before}
-
-    for tied in (False, True):
-        run_ranks(measure, 4, tied)
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_a_rank_holds_one_nth_of_the_sharded_parameters_and_frees_the_plain_model(
+    cluster: Cluster, tied: bool
+):
+    sizes = {name: parameter.nbytes for name, parameter in gpt(tied=tied).named_parameters()}
+    before = live_bytes({})["other"]
+    model = parallelize(gpt(tied=tied), None, sequence_parallel=tied)
+    held = live_bytes({"parameters": model.parameters()})
+    padding = (2 - tied) * 3 * 24 * 8  # 61 entries are padded to 64 on 4 ranks
+    cut = sum(size for name, size in sizes.items() if name in model.dims) + padding
+    replicated = sum(size for name, size in sizes.items() if name not in model.dims)
+    assert held == {"parameters": cut // 4 + replicated, "other": before}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -133,11 +133,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
     }
 
     def refuse(cluster: Cluster) -> list[str]:
-        sentences = []
-        for make in cases.values():
-            with pytest.raises(WorkbookError) as error:
-                make()
-            sentences.append(str(error.value))
+        sentences = [refusal(make) for make in cases.values()]
         for sequence_parallel in (False, True):
             model = parallelize(gpt(num_layers=1), None, sequence_parallel)
             with pytest.raises(ValueError, match="17 tokens in a row exceed block_size 16"):
@@ -150,52 +146,42 @@ def test_what_cannot_be_divided_is_refused_on_every_rank_in_the_same_sentence():
         assert what in sentence and sentence.endswith(".") and sentence.count(". ") == 0, sentence
 
 
-def test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary():
-    def work(cluster: Cluster) -> None:
-        x, y = text()
-        model = parallelize(gpt(0))
-        for loss in (lambda logits, y: logits.log_softmax(-1).sum(), loss_of):
-            with pytest.raises(WorkbookError, match=r"with its loss\(\)"):
-                loss(model(x), y)
-        model.loss(model(x), y).backward()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_another_loss_than_the_models_is_refused_for_shards_of_the_vocabulary(cluster: Cluster):
+    x, y = text()
+    model = parallelize(gpt(0))
+    for loss in (lambda logits, y: logits.log_softmax(-1).sum(), loss_of):
+        with pytest.raises(WorkbookError, match=r"with its loss\(\)"):
+            loss(model(x), y)
+    model.loss(model(x), y).backward()
 
 
 def test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks():
     def work(cluster: Cluster) -> str:
-        x, _ = text()
-        with pytest.raises(WorkbookError) as refusal:
-            parallelize(gpt(0))(x + cluster.rank)
-        return str(refusal.value)
+        return refusal(parallelize(gpt(0)), text()[0] + cluster.rank)
 
-    [sentence] = set(run_ranks(work, 2))
-    assert "different inputs" in sentence
+    assert "different inputs" in the_one_sentence(run_ranks(work, 2))
 
 
-def test_the_gradient_of_a_divided_weight_has_no_norm_of_its_own():
-    def work(cluster: Cluster) -> None:
-        x, y = text()
-        model = parallelize(gpt(0))
-        model.loss(model(x), y).backward()
-        with pytest.raises(WorkbookError, match="clip_grad_norm_"):
-            model.module.head.weight.grad.norm()
-        with pytest.raises(WorkbookError, match="element by element"):
-            torch.optim.Adafactor(model.parameters()).step()
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_the_gradient_of_a_divided_weight_has_no_norm_of_its_own(cluster: Cluster):
+    x, y = text()
+    model = parallelize(gpt(0))
+    model.loss(model(x), y).backward()
+    with pytest.raises(WorkbookError, match="clip_grad_norm_"):
+        model.module.head.weight.grad.norm()
+    with pytest.raises(WorkbookError, match="element by element"):
+        torch.optim.Adafactor(model.parameters()).step()
 
 
-def test_inference_mode_computes_what_no_grad_does():
-    def work(cluster: Cluster) -> None:
-        x, _ = text()
-        model = parallelize(gpt(0), sequence_parallel=True)
-        with torch.no_grad():
-            expected = model(x)
-        with torch.inference_mode():
-            assert torch.equal(model(x), expected)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_inference_mode_computes_what_no_grad_does(cluster: Cluster):
+    x, _ = text()
+    model = parallelize(gpt(0), sequence_parallel=True)
+    with torch.no_grad():
+        expected = model(x)
+    with torch.inference_mode():
+        assert torch.equal(model(x), expected)
 
 
 def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
@@ -205,25 +191,25 @@ def one_backward(model: DTensorGPT, x: Tensor, y: Tensor) -> Any:
     return loss.detach().full_tensor()
 
 
-def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says():
-    def compare(cluster: Cluster, sequence_parallel: bool) -> None:
-        x, y = text(16)
-        native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
-        before = LEDGER.total()
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_through_comm_it_computes_the_same_bits_and_sends_what_the_formula_says(
+    cluster: Cluster, sequence_parallel: bool
+):
+    x, y = text(16)
+    native = DTensorGPT(gpt(0), cluster.device, sequence_parallel).float()
+    before = LEDGER.total()
+    one_backward(native, x, y)
+    native.finish_gradient_sync()
+    assert LEDGER.total() == before  # outside of by_comm() nothing is counted
+    untouched = gradients(native.module)
+    native.zero_grad()
+    with by_comm():
         one_backward(native, x, y)
         native.finish_gradient_sync()
-        assert LEDGER.total() == before  # outside of by_comm() nothing is counted
-        untouched = gradients(native.module)
-        native.zero_grad()
-        with by_comm():
-            one_backward(native, x, y)
-            native.finish_gradient_sync()
-        assert LEDGER.total() - before == native.traffic(x.shape)
-        found = dtensors.full_tensors(gradients(native.module))
-        assert_same(found, dtensors.full_tensors(untouched), 0)
-
-    for sequence_parallel in (False, True):
-        run_ranks(compare, 2, sequence_parallel)
+    assert LEDGER.total() - before == native.traffic(x.shape)
+    found = dtensors.full_tensors(gradients(native.module))
+    assert_same(found, dtensors.full_tensors(untouched), 0)
 
 
 def test_sizes_that_do_not_divide_are_refused_in_one_sentence():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -37,13 +36,6 @@ def refusal(cluster: Cluster, mode: str, **changes: Any) -> str:
     except (ArithmeticError, RuntimeError, ValueError):
         return ""
     return ""
-
-
-def the_one_sentence(texts: Iterable[str]) -> str:
-    """Return what every rank says."""
-    [text] = set(texts)
-    assert text and "\n" not in text
-    return text
 
 
 def interrupted(

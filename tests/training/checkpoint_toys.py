@@ -2,16 +2,13 @@
 
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lab.cluster import Cluster
-from lab.launch.errors import WorkbookError
 from training.checkpoint import Checkpoints, complete_steps
 from training.state_shards import StateShard
 
@@ -92,11 +89,3 @@ def load_step(checkpoints: Checkpoints, cluster: Cluster, step: int, tensor: int
     for got, right in zip(wanted, expected, strict=True):
         assert torch.equal(got.tensor, right.tensor), got.name
     return value
-
-
-def refusal(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the sentence with which an action refuses."""
-    with pytest.raises(WorkbookError) as caught:
-        action(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)

@@ -9,7 +9,8 @@ import pytest
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
-from tests.training.attempts import refusal, the_one_sentence
+from tests.refusals import the_one_sentence
+from tests.training.attempts import refusal
 from training.run import Run
 
 # Script, arguments, and what the sentence must name.

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from lab.check import state_digest
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
+from tests.refusals import refusal, the_one_sentence
 from tests.training.checkpoint_toys import (
     Evil,
     full,
     load,
     load_step,
-    refusal,
     save,
     save_once,
     shards_of_rank,
@@ -185,7 +187,7 @@ def test_a_write_that_fails_is_named_by_all_ranks_at_the_next_save(tmp_path):
         checkpoints.save(1, shards)
         return refusal(checkpoints.save, 2, shards)
 
-    [sentence] = set(run_ranks(work, 2))
+    sentence = the_one_sentence(run_ranks(work, 2))
     assert sentence.startswith(f"cannot save the checkpoint {tmp_path / 'step-1'}: on rank 1, ")
     assert "File too large" in sentence
 
@@ -221,11 +223,11 @@ def test_damage_is_named_by_all_ranks_with_a_way_out_and_no_file_runs_code(tmp_p
         return refusal(load_step, Checkpoints(tmp_path, cluster), cluster, 2)
 
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    [damaged] = set(run_ranks(refused, 2))
+    damaged = the_one_sentence(run_ranks(refused, 2))
     torch.save(Evil(), path)
-    [evil] = set(run_ranks(refused, 2))
+    evil = the_one_sentence(run_ranks(refused, 2))
     path.unlink()
-    [missing] = set(run_ranks(refused, 2))
+    missing = the_one_sentence(run_ranks(refused, 2))
     for said in (damaged, evil, missing):
         assert said == f"{path} is damaged; remove {path.parent} to resume from an earlier checkpoint"
     shutil.rmtree(path.parent)
@@ -263,17 +265,13 @@ def test_a_checkpoint_of_another_format_or_model_is_refused_by_all_ranks(tmp_pat
     assert "has the format 'workbook 9', and this program reads" in refusal(read_manifest, tmp_path, 1)
 
 
-def test_shards_that_leave_an_element_out_or_overlap_make_no_checkpoint(tmp_path):
-    def work(cluster: Cluster) -> list[str]:
-        x, said = torch.zeros(5), []
-        for starts in ((0, 6), (0, 4)):
-            checkpoints = Checkpoints(tmp_path, cluster)
-            shards = [StateShard("model/x", x, (10,), box=(10,), start=starts[cluster.rank])]
-            said.append(refusal(checkpoints.save, 1, shards))
-        return said
-
-    for said in run_ranks(work, 2):
-        assert said == ["the shards of model/x leave out some of its elements, or have some twice"] * 2
+@pytest.mark.parametrize("starts", [(0, 6), (0, 4)])
+@on_ranks(2)
+def test_shards_that_leave_an_element_out_or_overlap_make_no_checkpoint(cluster: Cluster, starts, tmp_path):
+    checkpoints = Checkpoints(tmp_path, cluster)
+    shards = [StateShard("model/x", torch.zeros(5), (10,), box=(10,), start=starts[cluster.rank])]
+    sentence = refusal(checkpoints.save, 1, shards)
+    assert sentence == "the shards of model/x leave out some of its elements, or have some twice"
     assert complete_steps(tmp_path) == []
 
 
@@ -373,65 +371,57 @@ def test_an_optimizer_goes_on_with_the_same_bits_at_the_rate_that_its_schedule_h
         run_ranks(work, 1, folder)
 
 
-def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(tmp_path):
-    def work(cluster: Cluster) -> None:
-        model = torch.nn.Linear(3, 2)
-        masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
-        sharded = ZeroOptimizer(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD)
-        for optimizer in (torch.optim.SGD(masters, 0.1), sharded):
-            assert "would not have its state" in refusal(plain_shards, model, optimizer)
-        adam = torch.optim.Adam(model.parameters())
-        checkpoints = Checkpoints(tmp_path, cluster)
-        adam.state[model.weight]["history"] = [torch.zeros(3)]
-        assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, plain_shards(model, adam))
-        adam.state[model.weight]["history"] = torch.zeros(7)
-        divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
-        assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(cluster: Cluster, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    masters = [torch.nn.Parameter(parameter.detach().double()) for parameter in model.parameters()]
+    sharded = ZeroOptimizer(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD)
+    for optimizer in (torch.optim.SGD(masters, 0.1), sharded):
+        assert "would not have its state" in refusal(plain_shards, model, optimizer)
+    adam = torch.optim.Adam(model.parameters())
+    checkpoints = Checkpoints(tmp_path, cluster)
+    adam.state[model.weight]["history"] = [torch.zeros(3)]
+    assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, plain_shards(model, adam))
+    adam.state[model.weight]["history"] = torch.zeros(7)
+    divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
+    assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
 
 
-def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(tmp_path):
-    def work(cluster: Cluster) -> list[int]:
-        block = torch.nn.Linear(3, 3)
-        optimizer, checkpoints = torch.optim.AdamW(block.parameters()), Checkpoints(tmp_path, cluster)
-        for step in range(2):
-            if step and cluster.rank:
-                block(torch.ones(3)).sum().backward()
-                optimizer.step()
-            own = [
-                trained_shards(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()
-            ]
-            checkpoints.save(step, [shard for shards in own for shard in shards])
-        checkpoints.wait()
-        return [len(checkpoints.find(step).tensors) for step in range(2)]
-
-    assert run_ranks(work, 2) == [[4, 10]] * 2
+@on_ranks(2)
+def test_state_that_one_rank_has_from_some_step_on_is_saved_from_then_on(cluster: Cluster, tmp_path):
+    block = torch.nn.Linear(3, 3)
+    optimizer, checkpoints = torch.optim.AdamW(block.parameters()), Checkpoints(tmp_path, cluster)
+    for step in range(2):
+        if step and cluster.rank:
+            block(torch.ones(3)).sum().backward()
+            optimizer.step()
+        own = [trained_shards(f"{cluster.rank}.{name}", p, optimizer) for name, p in block.named_parameters()]
+        checkpoints.save(step, [shard for shards in own for shard in shards])
+    checkpoints.wait()
+    assert [len(checkpoints.find(step).tensors) for step in range(2)] == [4, 10]
 
 
-def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infinite(tmp_path):
-    def work(cluster: Cluster) -> list[float]:
-        model = torch.nn.Module()
-        for name in ("mean", "var", "count"):
-            model.register_buffer(name, torch.full((2,), float(cluster.rank)))
-        model.register_buffer("mask", torch.full((2,), -torch.inf))
-        model.register_buffer("cache", torch.zeros(9 + cluster.rank), persistent=False)
-        save_once(cluster, tmp_path, buffer_shards(model)).load(1, buffer_shards(model))
-        return [buffer[0].item() for buffer in model.state_dict().values()]
+@on_ranks(3)
+def test_buffers_are_those_of_one_rank_that_the_state_dict_has_and_may_be_infinite(
+    cluster: Cluster, tmp_path
+):
+    model = torch.nn.Module()
+    for name in ("mean", "var", "count"):
+        model.register_buffer(name, torch.full((2,), float(cluster.rank)))
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    model.register_buffer("cache", torch.zeros(9 + cluster.rank), persistent=False)
+    save_once(cluster, tmp_path, buffer_shards(model)).load(1, buffer_shards(model))
+    assert [buffer[0].item() for buffer in model.state_dict().values()] == [0, 0, 0, -torch.inf]
 
-    assert run_ranks(work, 3) == [[0, 0, 0, -torch.inf]] * 3
 
-
-def test_a_model_whose_dtype_changes_between_two_saves_is_saved_in_the_new_one(tmp_path):
-    def work(cluster: Cluster) -> None:
-        checkpoints, third = Checkpoints(tmp_path, cluster), torch.tensor([1 / 3], dtype=torch.complex128)
-        for x in (third.real.bfloat16(), third.real.float(), third.real, third):
-            checkpoints.save(1, [StateShard("model/x", x)])
-            loaded = torch.zeros_like(x)
-            checkpoints.load(1, [StateShard("model/x", loaded)])
-            assert torch.equal(loaded, x)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_a_model_whose_dtype_changes_between_two_saves_is_saved_in_the_new_one(cluster: Cluster, tmp_path):
+    checkpoints, third = Checkpoints(tmp_path, cluster), torch.tensor([1 / 3], dtype=torch.complex128)
+    for x in (third.real.bfloat16(), third.real.float(), third.real, third):
+        checkpoints.save(1, [StateShard("model/x", x)])
+        loaded = torch.zeros_like(x)
+        checkpoints.load(1, [StateShard("model/x", loaded)])
+        assert torch.equal(loaded, x)
 
 
 def test_a_disk_that_hangs_on_one_rank_is_waited_for_no_longer_than_a_peer(tmp_path):

@@ -16,6 +16,7 @@ from lab.models.digits import load_digits
 from lab.models.model import SIZES, loss_of
 from lab.models.text import load_corpus, split
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
 from tests.training.attempts import train
 from training.evaluation import held_out_means, sums_of
 from training.run import Run
@@ -73,18 +74,16 @@ def test_all_ranks_report_the_means_over_the_examples_of_all_ranks():
         assert of_rank == pytest.approx((loss, accuracy), rel=1e-6)
 
 
-def test_what_is_validated_is_not_trained_on_and_not_dropped_out():
-    def work(cluster: Cluster) -> None:
-        with mock.patch.dict(SIZES, tiny=dataclasses.replace(SIZES["tiny"], dropout=0.5)):
-            report, model = trained(cluster, "naive")
-        assert model.training
-        _, corpus = split(load_corpus())
-        starts = [i * (len(corpus) - 33) // 24 for i in range(24)]  # windows that lie evenly
-        x, y = (torch.stack([corpus[s + shift :][:32] for s in starts]).long() for shift in (0, 1))
-        with torch.no_grad():
-            assert report["validation_loss"] == pytest.approx(means(model.eval()(x), y)[0], rel=1e-6)
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_what_is_validated_is_not_trained_on_and_not_dropped_out(cluster: Cluster):
+    with mock.patch.dict(SIZES, tiny=dataclasses.replace(SIZES["tiny"], dropout=0.5)):
+        report, model = trained(cluster, "naive")
+    assert model.training
+    _, corpus = split(load_corpus())
+    starts = [i * (len(corpus) - 33) // 24 for i in range(24)]  # windows that lie evenly
+    x, y = (torch.stack([corpus[s + shift :][:32] for s in starts]).long() for shift in (0, 1))
+    with torch.no_grad():
+        assert report["validation_loss"] == pytest.approx(means(model.eval()(x), y)[0], rel=1e-6)
 
 
 def test_evaluating_after_every_step_changes_neither_the_training_nor_what_a_step_sends(capfd):

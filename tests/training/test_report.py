@@ -11,11 +11,11 @@ import torch.distributed as dist
 from comm.wire import shared_memory
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
-from lab.ranks import run_ranks
 from lab.trace.gantt import Event
 from lab.trace.ledger import Entry, Traffic
 from lab.trace.timeline import read_chrome_trace, write_chrome_trace
 from lab.what_changed import SHORT
+from tests.on_ranks import on_ranks
 from tests.run_modes import NEXT, SCRIPTS, offers
 from tests.training.attempts import train
 from training import compare, conclusion
@@ -51,14 +51,12 @@ def test_json_is_one_line_on_stdout_and_a_report_has_all_rows_only_if_it_is_verb
     assert "messages_formula" in capfd.readouterr().out
 
 
-def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for():
-    def work(cluster: Cluster) -> None:
-        for mode, options, pattern, transport in RUNS:
-            report = train(cluster, mode, steps=1, **options)
-            assert (report["pattern"], report["transport"]) == (pattern, transport), (mode, options)
-            assert report["bytes_sent"] == report["bytes_formula"], (mode, options)
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_a_report_names_the_pattern_and_the_transport_that_were_asked_for(cluster: Cluster):
+    for mode, options, pattern, transport in RUNS:
+        report = train(cluster, mode, steps=1, **options)
+        assert (report["pattern"], report["transport"]) == (pattern, transport), (mode, options)
+        assert report["bytes_sent"] == report["bytes_formula"], (mode, options)
 
 
 def test_what_to_run_next_is_offered_there():

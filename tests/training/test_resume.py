@@ -13,7 +13,9 @@ from lab.cluster import Cluster
 from lab.launch.errors import Complete
 from lab.models.model import SIZES
 from lab.ranks import run_ranks
-from tests.training.attempts import STEPS, interrupted, refusal, the_one_sentence, train
+from tests.on_ranks import on_ranks
+from tests.refusals import the_one_sentence
+from tests.training.attempts import STEPS, interrupted, refusal, train
 from training.checkpoint import MANIFEST
 from training.run import Run
 
@@ -56,32 +58,27 @@ def test_a_mesh_resumes_a_run_with_the_same_experts_and_no_other(tmp_path):
     assert "'top_k': 2" in sentence and "'top_k': 1" in sentence
 
 
-def test_the_same_command_starts_resumes_after_sigusr1_and_sees_that_all_is_done(tmp_path):
+@on_ranks(2)
+def test_the_same_command_starts_resumes_after_sigusr1_and_sees_that_all_is_done(cluster: Cluster, tmp_path):
     settings: dict[str, Any] = {"checkpoint": str(tmp_path / "new"), "auto_resume": True}
-
-    def work(cluster: Cluster) -> None:
-        said = interrupted(cluster, NAIVE, "batch", 3, 1, signal.SIGUSR1, **settings)
-        assert said.startswith("75: stopped after step 3 of ")
-        resumed, straight = train(cluster, NAIVE, **settings), train(cluster, NAIVE)
-        assert resumed["steps"] == STEPS - 3
-        assert resumed["replica_digest"] == straight["replica_digest"]
-        with pytest.raises(Complete, match=f"checkpoint of all {STEPS} steps; nothing is left") as complete:
-            train(cluster, NAIVE, **settings)
-        assert complete.value.exit_code == 0
-
-    run_ranks(work, 2)
+    said = interrupted(cluster, NAIVE, "batch", 3, 1, signal.SIGUSR1, **settings)
+    assert said.startswith("75: stopped after step 3 of ")
+    resumed, straight = train(cluster, NAIVE, **settings), train(cluster, NAIVE)
+    assert resumed["steps"] == STEPS - 3
+    assert resumed["replica_digest"] == straight["replica_digest"]
+    with pytest.raises(Complete, match=f"checkpoint of all {STEPS} steps; nothing is left") as complete:
+        train(cluster, NAIVE, **settings)
+    assert complete.value.exit_code == 0
 
 
-def test_ctrl_c_in_the_last_step_lets_the_run_end_with_its_report(tmp_path):
-    def work(cluster: Cluster) -> None:
-        before = signal.getsignal(signal.SIGINT)
-        for where, at in (("batch", 2), ("record", 2), ("finish", 1)):
-            folder = str(tmp_path / where)
-            assert interrupted(cluster, NAIVE, where, at, 1, steps=2, checkpoint=folder) == ""
-            assert signal.getsignal(signal.SIGINT) == before
-            assert os.listdir(folder) == ["step-2"]
-
-    run_ranks(work, 2)
+@on_ranks(2)
+def test_ctrl_c_in_the_last_step_lets_the_run_end_with_its_report(cluster: Cluster, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    for where, at in (("batch", 2), ("record", 2), ("finish", 1)):
+        folder = str(tmp_path / where)
+        assert interrupted(cluster, NAIVE, where, at, 1, steps=2, checkpoint=folder) == ""
+        assert signal.getsignal(signal.SIGINT) == before
+        assert os.listdir(folder) == ["step-2"]
 
 
 def test_a_checkpoint_that_is_missing_damaged_complete_or_of_other_arguments_is_refused_by_all_ranks(

@@ -16,8 +16,10 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import RankError, run_ranks
 from lab.trace import timeline
+from tests.on_ranks import on_ranks
+from tests.refusals import the_one_sentence
 from tests.run_modes import without_measuring
-from tests.training.attempts import STEPS, refusal, the_one_sentence, train
+from tests.training.attempts import STEPS, refusal, train
 from training.arguments import Args
 from training.checkpoint import Checkpoints, complete_steps
 from training.finite import not_finite
@@ -50,33 +52,31 @@ def test_the_slices_of_all_ranks_are_the_batch_of_one():
         assert torch.equal(torch.cat(slices), full)
 
 
-def test_a_long_run_records_its_first_steps_only_and_counts_them_all_and_the_tokens_of_all_ranks():
-    def work(cluster: Cluster) -> None:
-        with mock.patch("training.run.RECORDED_STEPS", 4):
-            report = train(cluster, "bucket", steps=9)
-        assert (report["steps"], report["observed_steps"]) == (9, 2)  # two more are warm-up
-        assert report["bytes_sent"] == report["bytes_formula"]
-        assert report["messages_sent"] == report["messages_formula"]
-        assert [event.name for event in timeline.recorded()].count("forward") == 4
-        report = train(cluster, "naive", steps=1)
-        assert report["tokens_per_second"] * report["step_seconds"] == pytest.approx(12 * 32)
+@on_ranks(2)
+def test_a_long_run_records_its_first_steps_only_and_counts_them_all_and_the_tokens_of_all_ranks(
+    cluster: Cluster,
+):
+    with mock.patch("training.run.RECORDED_STEPS", 4):
+        report = train(cluster, "bucket", steps=9)
+    assert (report["steps"], report["observed_steps"]) == (9, 2)  # two more are warm-up
+    assert report["bytes_sent"] == report["bytes_formula"]
+    assert report["messages_sent"] == report["messages_formula"]
+    assert [event.name for event in timeline.recorded()].count("forward") == 4
+    report = train(cluster, "naive", steps=1)
+    assert report["tokens_per_second"] * report["step_seconds"] == pytest.approx(12 * 32)
 
-    run_ranks(work, 2)
 
-
-def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason():
-    def work(cluster: Cluster) -> None:
-        run = Run(cluster, Args(steps=2, size="tiny", batch_size=2), "test")
-        run.not_measured = "no rank looked"
-        model = run.model()
-        for x, _ in run.batches(model, run.optimizer(model)):
-            run.record(model(x).mean())
-        report = run.finish(model)
-        assert not any(report[f"{name}_seconds"] for name in ("compute", "communication"))
-        assert report["hidden_share"] is None and report["step_seconds"] > 0
-        assert report["not_measured"] == "compute, communication, hidden share: no rank looked"
-
-    run_ranks(work, 1)
+@on_ranks(1)
+def test_what_spans_cannot_tell_is_left_out_of_the_report_with_the_reason(cluster: Cluster):
+    run = Run(cluster, Args(steps=2, size="tiny", batch_size=2), "test")
+    run.not_measured = "no rank looked"
+    model = run.model()
+    for x, _ in run.batches(model, run.optimizer(model)):
+        run.record(model(x).mean())
+    report = run.finish(model)
+    assert not any(report[f"{name}_seconds"] for name in ("compute", "communication"))
+    assert report["hidden_share"] is None and report["step_seconds"] > 0
+    assert report["not_measured"] == "compute, communication, hidden share: no rank looked"
 
 
 def test_a_trace_that_cannot_be_written_is_one_sentence_on_all_ranks_and_leaves_no_cut_file(tmp_path: Path):

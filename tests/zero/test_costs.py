@@ -15,11 +15,15 @@ from lab.cluster import Cluster
 from lab.ranks import run_ranks
 from lab.trace.ledger import LEDGER
 from lab.trace.memory import live_bytes
+from tests.equivalence import Trained
+from tests.on_ranks import on_ranks
+from tests.tasks import Blocks
 from tests.training.attempts import train
-from tests.wrappers import ZERO_STAGES, Blocks, Trained
+from tests.wrappers import Wrapper, for_each, named, select
 from zero.memory import Held, formula, of_one_process, owned, shares_of
 from zero.shards import FlatLayout, ParameterShard
 
+STAGES = select(lesson="zero", by_torch=False, overlaps=True)
 HELD = ("parameters", "gradients", "optimizer_state")
 
 
@@ -31,10 +35,10 @@ def test_the_stages_send_2_2_and_nearly_3_times_the_parameters():
     n = 4
 
     def count(cluster: Cluster) -> None:
-        for stage in ZERO_STAGES:
+        for wrapper in STAGES:
             module = Blocks()  # divisible by 4, so nothing is padded, and three equal blocks, without a root
             num_bytes = sum(p.nbytes for p in module.parameters())
-            ours = Trained(stage, module, "adamw")
+            ours = Trained(wrapper, module, "adamw")
             for microbatches in (1, 3):
                 LEDGER.clear()
                 ours.optimizer.zero_grad()
@@ -45,53 +49,51 @@ def test_the_stages_send_2_2_and_nearly_3_times_the_parameters():
                     if entry.op in sent and entry.pattern != "header":
                         sent[entry.op] += traffic.bytes_sent
                 each = num_bytes * (n - 1) // n
-                reductions = 1 if stage == "zero1" else microbatches
-                gathered = each * 5 // 3 * microbatches if stage == "zero3" else each
+                reductions = 1 if wrapper.stage == 1 else microbatches
+                gathered = each * 5 // 3 * microbatches if wrapper.stage == 3 else each
                 assert sent == {"reduce_scatter": each * reductions, "all_gather": gathered}
 
     run_ranks(count, n)
 
 
 def test_between_steps_a_rank_holds_what_the_formula_says_and_nothing_else():
-    def measure(cluster: Cluster, stage: str) -> None:
+    def measure(cluster: Cluster, wrapper: Wrapper) -> None:
         module = Blocks()
         P = sum(p.nbytes for p in module.parameters())
         before = live_bytes({})["other"] - P
-        ours = Trained(stage, module, "adamw")
+        ours = Trained(wrapper, module, "adamw")
         x = torch.ones(2, 8)
         for _ in range(2):
             ours.optimizer.zero_grad()
             ours.accumulate(total, (x, x), 1)
             ours.optimizer.step()
-        stand_ins = 4 * len(module.blocks) if stage == "zero3" else 0  # a NaN for what is freed
+        stand_ins = 4 * len(module.blocks) if wrapper.stage == 3 else 0  # a NaN for what is freed
         counters = 4 * len(ours.syncing.parameter_shards)
         held = live_bytes({})["other"] - before - x.nbytes - counters - stand_ins
         n = cluster.world_size
-        divided = {"zero1": (1, 1, n), "zero2": (1, n, n), "zero3": (n, n, n)}[stage]
-        assert held == sum(size // by for size, by in zip((P, P, 2 * P), divided, strict=True)), stage
+        divided = {1: (1, 1, n), 2: (1, n, n), 3: (n, n, n)}[wrapper.stage]
+        assert held == sum(size // by for size, by in zip((P, P, 2 * P), divided, strict=True)), wrapper
 
-    for stage in ZERO_STAGES:
-        run_ranks(measure, 2, stage)
+    for wrapper in STAGES:
+        run_ranks(measure, 2, wrapper)
 
 
-def test_at_most_three_buckets_of_gradients_are_alive():
-    def work(cluster: Cluster) -> None:
-        module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
-        ours = Trained("zero2", module, bucket_mb=1e-6)
-        alive: list[int] = []
+@on_ranks(2, timeout=20)
+def test_at_most_three_buckets_of_gradients_are_alive(cluster: Cluster):
+    module = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(7))
+    ours = Trained(named("zero2"), module, bucket_mb=1e-6)
+    alive: list[int] = []
 
-        def look(_: Tensor) -> None:
-            buckets = ours.optimizer.buckets
-            alive.append(sum(bucket.gradients.untyped_storage().size() > 0 for bucket in buckets))
+    def look(_: Tensor) -> None:
+        buckets = ours.optimizer.buckets
+        alive.append(sum(bucket.gradients.untyped_storage().size() > 0 for bucket in buckets))
 
-        for layer in module:
-            layer.weight.register_post_accumulate_grad_hook(look)
-        with slow_link.slowed(Link(0.003, 0.0)):
-            nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
-            ours.optimizer.finish_gradient_sync()
-        assert 1 <= max(alive) <= 3, f"{max(alive)} of {len(ours.optimizer.buckets)}"
-
-    run_ranks(work, 2, timeout=20)
+    for layer in module:
+        layer.weight.register_post_accumulate_grad_hook(look)
+    with slow_link.slowed(Link(0.003, 0.0)):
+        nn.Sequential(*module)(torch.ones(2, 8)).sum().backward()
+        ours.optimizer.finish_gradient_sync()
+    assert 1 <= max(alive) <= 3, f"{max(alive)} of {len(ours.optimizer.buckets)}"
 
 
 def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_path):
@@ -110,14 +112,15 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
             for name, way in ways.items()
         }
 
+    stages = {wrapper.name: wrapper.stage for wrapper in STAGES}
     for by_name in run_ranks(work, 2):
         full = by_name["zero1"]["formula_parameters_bytes"]
         for name, report in by_name.items():
             held, formula = (sum(report[f"{how}{what}_bytes"] for what in HELD) for how in ("", "formula_"))
             assert held == formula + report["padding_bytes"], name
-            first_stages = (3, 2, 1) if name in ZERO_STAGES else (0, 0, 0)
+            first_stages = (3, 2, 1) if name in stages else (0, 0, 0)
             for what, first, times in zip(HELD, first_stages, (1, 1, 2), strict=True):  # AdamW keeps two
-                is_divided = name not in ZERO_STAGES or int(name[-1]) >= first
+                is_divided = name not in stages or stages[name] >= first
                 expected = times * full / (2 if is_divided else 1)
                 assert report[f"{what}_bytes"] == pytest.approx(expected, rel=2e-2), (name, what)
         activations = {name: report["activations_bytes"] for name, report in by_name.items()}
@@ -127,34 +130,31 @@ def test_the_report_of_a_script_has_what_a_rank_holds_beside_the_formula(tmp_pat
     assert {"forward", "backward", "communication", "optimizer", "launch"} <= kinds
 
 
-@pytest.mark.parametrize("stage", ZERO_STAGES)
-def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(stage: str):
+@for_each(STAGES)
+@on_ranks(2)
+def test_a_rank_holds_an_nth_of_what_its_stage_divides_and_sends_little(cluster: Cluster, wrapper: Wrapper):
     """A learner's stage may hold and send less than the formulas, which the lesson's own equals exactly."""
-    most_sent = 3.0 if stage == "zero3" else 2.0  # times (n-1)/n of the parameters' bytes
-
-    def work(cluster: Cluster) -> None:
-        n, module = cluster.world_size, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-        full = sum(parameter.nbytes for parameter in module.parameters())
-        before = live_bytes({})["other"] - full
-        ours = Trained(stage, module, "adamw")
-        for _ in range(2):
-            LEDGER.clear()
-            ours.optimizer.zero_grad()
-            ours.accumulate(total, (torch.ones(2, 64), torch.ones(2)))
-            ours.optimizer.step()
-        rows = LEDGER.rows().items()
-        sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header") / full
-        held = (live_bytes({})["other"] - before) / full
-        least = sum(astuple(formula(int(stage[-1]), Held(1.0, 1.0, 2.0), n)))
-        assert held <= 1.02 * least, (
-            f"between steps a rank of {n} holds {held:.2f} times the parameters' bytes, and not {least:.2f}"
-        )
-        assert sent <= 1.02 * most_sent * (n - 1) / n, (
-            f"in a step a rank of {n} sends {sent:.2f} times the parameters' bytes, and not "
-            f"{most_sent:g} (n-1)/n = {most_sent * (n - 1) / n:.2f}"
-        )
-
-    run_ranks(work, 2)
+    most_sent = 3.0 if wrapper.stage == 3 else 2.0  # times (n-1)/n of the parameters' bytes
+    n, module = cluster.world_size, nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    full = sum(parameter.nbytes for parameter in module.parameters())
+    before = live_bytes({})["other"] - full
+    ours = Trained(wrapper, module, "adamw")
+    for _ in range(2):
+        LEDGER.clear()
+        ours.optimizer.zero_grad()
+        ours.accumulate(total, (torch.ones(2, 64), torch.ones(2)))
+        ours.optimizer.step()
+    rows = LEDGER.rows().items()
+    sent = sum(row.bytes_sent for entry, row in rows if entry.pattern != "header") / full
+    held = (live_bytes({})["other"] - before) / full
+    least = sum(astuple(formula(wrapper.stage, Held(1.0, 1.0, 2.0), n)))
+    assert held <= 1.02 * least, (
+        f"between steps a rank of {n} holds {held:.2f} times the parameters' bytes, and not {least:.2f}"
+    )
+    assert sent <= 1.02 * most_sent * (n - 1) / n, (
+        f"in a step a rank of {n} sends {sent:.2f} times the parameters' bytes, and not "
+        f"{most_sent:g} (n-1)/n = {most_sent * (n - 1) / n:.2f}"
+    )
 
 
 def test_the_formula_gives_the_gigabytes_of_the_papers_figure_1():

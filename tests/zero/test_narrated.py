@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lab.cluster import Cluster
 from lab.ranks import run_ranks
+from tests.on_ranks import on_ranks
 from zero.shards import ParameterShard
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero1_textbook import TextbookZeroOptimizer
@@ -105,31 +106,29 @@ def test_zero1_equals_one_process():
     assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
 
 
-def test_zero2_equals_one_process():
-    def train_on_a_rank(cluster: Cluster) -> None:
-        one = OneProcess(cluster.rank)
-        model = one.of_a_rank
-        optimizer = ZeroGradientOptimizer(model.parameters(), SGD, **OPTIONS)
-        for _ in range(3):
-            one.backward()
+@on_ranks(3)
+def test_zero2_equals_one_process(cluster: Cluster):
+    one = OneProcess(cluster.rank)
+    model = one.of_a_rank
+    optimizer = ZeroGradientOptimizer(model.parameters(), SGD, **OPTIONS)
+    for _ in range(3):
+        one.backward()
 
-            # A rank computes its third in two microbatches. Each sends its gradients as soon as they are
-            # there, so that neither leaves any in the model; their means add up where they are owned.
-            optimizer.zero_grad()
-            (x0, x1), (y0, y1) = one.my_x.chunk(2), one.my_y.chunk(2)
-            (mean_square(model(x0), y0) / 2).backward()
-            optimizer.finish_gradient_sync()
-            assert all(parameter.grad is None for parameter in model.parameters())
-            (mean_square(model(x1), y1) / 2).backward()
-            optimizer.finish_gradient_sync()
-            one.compare_gradients(optimizer.parameter_shards[::-1])
+        # A rank computes its third in two microbatches. Each sends its gradients as soon as they are
+        # there, so that neither leaves any in the model; their means add up where they are owned.
+        optimizer.zero_grad()
+        (x0, x1), (y0, y1) = one.my_x.chunk(2), one.my_y.chunk(2)
+        (mean_square(model(x0), y0) / 2).backward()
+        optimizer.finish_gradient_sync()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        (mean_square(model(x1), y1) / 2).backward()
+        optimizer.finish_gradient_sync()
+        one.compare_gradients(optimizer.parameter_shards[::-1])
 
-            # The update is stage 1's.
-            one.optimizer.step()
-            optimizer.step()
-            one.compare_parameters(model)
-
-    run_ranks(train_on_a_rank, 3)
+        # The update is stage 1's.
+        one.optimizer.step()
+        optimizer.step()
+        one.compare_parameters(model)
 
 
 def test_zero3_by_hand_equals_one_process():
@@ -215,17 +214,15 @@ def test_zero3_equals_one_process():
     assert run_ranks(train_on_a_rank, 3) == [22, 22, 22]
 
 
-def test_zero1_in_three_phases_reduces_a_gradient_once_and_adds_one_that_comes_later():
-    def work(cluster: Cluster) -> None:
-        one = OneProcess(cluster.rank)
-        zero = TextbookZeroOptimizer(one.of_a_rank.parameters(), SGD, lr=0.1)
-        one.backward()
-        for _ in range(2):
-            mean_square(one.of_a_rank(one.my_x), one.my_y).backward()
-            zero.finish_gradient_sync()
-            zero.finish_gradient_sync()  # there is nothing new to reduce
-        for parameter in one.model.parameters():
-            parameter.grad *= 2
-        one.compare_gradients(zero.parameter_shards)
-
-    run_ranks(work, 3)
+@on_ranks(3)
+def test_zero1_in_three_phases_reduces_a_gradient_once_and_adds_one_that_comes_later(cluster: Cluster):
+    one = OneProcess(cluster.rank)
+    zero = TextbookZeroOptimizer(one.of_a_rank.parameters(), SGD, lr=0.1)
+    one.backward()
+    for _ in range(2):
+        mean_square(one.of_a_rank(one.my_x), one.my_y).backward()
+        zero.finish_gradient_sync()
+        zero.finish_gradient_sync()  # there is nothing new to reduce
+    for parameter in one.model.parameters():
+        parameter.grad *= 2
+    one.compare_gradients(zero.parameter_shards)
