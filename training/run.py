@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from comm.collectives import default_pattern, use_pattern
 from comm.cost import Link
@@ -190,11 +191,14 @@ class Run:
         handles = observe_optimizer(optimizer)
         for module, describe in getattr(model, "observed", lambda: [(model, None)])():
             handles += observe_module(module, describe)
+
+        def before_a_step(stepping: Optimizer, *_: Any) -> None:
+            # ZeRO's `step` takes the mean over ranks, and an inner optimizer then trains the same groups.
+            if stepping.param_groups is optimizer.param_groups:
+                refuse_not_finite(model, optimizer, self.current_step, self._cluster.rank)
+
         if not self._args.allow_nonfinite:
-            hook = optimizer.register_step_pre_hook(
-                lambda *_: refuse_not_finite(model, optimizer, self.current_step, self._cluster.rank)
-            )
-            handles.append(hook)
+            handles.append(register_optimizer_step_pre_hook(before_a_step))
         return handles
 
     def _begin(self) -> Meter:

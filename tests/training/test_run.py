@@ -129,7 +129,7 @@ def test_stages_draw_different_masks_and_ranks_that_compute_the_same_draw_the_sa
     assert {mode: len({one[mode], other[mode]}) for mode in streams} == streams
 
 
-@pytest.mark.parametrize("mode", ["naive", "zero3"])
+@pytest.mark.parametrize("mode", ["naive", "zero1_textbook", "zero1", "zero2", "zero3"])
 def test_the_sentence_names_parameter_step_and_rank(mode: str):
     with pytest.raises(RankError, match=r"The gradient of \S+ is not finite in step 2 on rank \d"):
         run_ranks(lambda cluster: train(cluster, mode, lr=1e30), 2)
