@@ -141,7 +141,7 @@ class ContextParallel(nn.Module):
         if self._has_documents:
             documents_bt = documents_of(tokens_bt)
         self.sequence = SharedSequence(self.group, cut, self._kernel, documents=documents_bt)
-        positions = cut.positions(self.sequence.rank).to(tokens_bt.device)
+        positions = cut.positions(self.sequence.rank).to(tokens_bt.device, non_blocking=True)
         return self.module(self.own(tokens_bt), positions)
 
     def own(self, full_bt: Tensor) -> Tensor:

@@ -23,12 +23,13 @@ from torch import Tensor
 
 def auxiliary_loss(probabilities_tE: Tensor, chosen_rE: Tensor) -> Tensor:
     """Return this rank's term; `chosen_rE` counts for each rank how many of its tokens chose each expert."""
-    f_E = (chosen_rE.sum(0).to(probabilities_tE.dtype) / chosen_rE.sum()).to(probabilities_tE.device)
+    f_E = chosen_rE.sum(0).to(probabilities_tE.dtype) / chosen_rE.sum()
+    f_E = f_E.to(probabilities_tE.device, non_blocking=True)
     return len(f_E) * (f_E * probabilities_tE.mean(0)).sum()
 
 
 @torch.no_grad()
 def move_bias(bias_E: Tensor, chosen_rE: Tensor, rate: float) -> None:
     """Raise the bias of experts that got fewer tokens than the mean, and lower it where there were more."""
-    chosen_E = chosen_rE.sum(0).to(bias_E)
+    chosen_E = chosen_rE.sum(0).to(bias_E, non_blocking=True)
     bias_E += rate * (chosen_E.mean() - chosen_E).sign()

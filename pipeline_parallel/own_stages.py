@@ -28,7 +28,7 @@ from lab.trace.observer import Describe
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
 from training.state_shards import StateShard, buffer_shards, trained_shards
-from training.valid_targets import count_valid
+from training.valid_targets import is_valid
 
 
 class OwnStages(nn.Module):
@@ -130,7 +130,7 @@ class OwnStages(nn.Module):
         self._is_complete = False
         self.xs: Sequence[Any] = x.chunk(self.microbatches)
         self.ys = y.chunk(self.microbatches)
-        counts = [count_valid(targets) for targets in self.ys] if self.has_loss else []
+        counts = is_valid(y).reshape(self.microbatches, -1).sum(1).tolist() if self.has_loss else []
         self.num_targets = num_targets or max(1, sum(counts))
         self.shares = [count / self.num_targets for count in counts]
         self.losses: list[Tensor] = []  # each microbatch's share of the loss
