@@ -13,6 +13,7 @@ rank 1 cannot compute before rank 0 has sent it the second activation. So all ra
 beforehand, in the same order.
 """
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -21,6 +22,10 @@ import torch.distributed as dist
 from comm.exchange import exchange
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.groups import Group, axis_of, global_ranks, group_of, message_device, name_axis, new_group
+
+# Each rank launches what it sends and receives in several groups in an order of its own. If nccl began all
+# in this order, a send could wait for a receive whose message depends on it. nccl reads this when it connects.
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
 
 
 class Channels:

@@ -108,7 +108,9 @@ def leave(cluster: Cluster) -> None:
 def _form_group(backend: str, device: torch.device, meeting: Meeting, op_timeout: float) -> None:
     """Let torch connect all ranks. It waits for a dead rank until the timeout, but this function does not."""
 
-    if backend == "nccl":  # several communicators may run at once, in the order of their launches
+    # Collectives of several groups may run at once: in the order of their launches, equal on all ranks, none
+    # waits for the place on the GPU that another one holds. Plain messages have no such order (channels.py).
+    if backend == "nccl":
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
     def form() -> None:

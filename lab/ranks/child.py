@@ -114,6 +114,7 @@ def _call(job: Job, parent: Parent) -> Any:
     if job.backend is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # several communicators may run at once
         form_group(job.backend, dist.PrefixStore("group", store), job.rank, job.world_size, job.group_timeout)
         # Wait for all: if a rank failed while a peer is still connecting, the peer's error would hide the
         # cause.
