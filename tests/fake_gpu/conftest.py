@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REAL = "REHEARSE_ON_REAL_GPUS"
-NEED_THE_FAKE = ("test_breaks.py", "test_figures.py")
+NEED_THE_FAKE = ("test_breaks.py", "test_figures.py", "test_host_waits.py", "test_rules.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

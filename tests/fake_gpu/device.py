@@ -35,6 +35,18 @@ _spec.loader.exec_module(extension)
 sys.modules[MODULE] = extension
 
 
+def _unchecked() -> set[str]:
+    """Return the operators whose tensors torch's wrappers do not check: single numbers of the host pass."""
+    import torchgen
+
+    operators = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    entries = operators.read_text().split("\n- func: ")
+    return {"aten::" + one.split("(")[0] for one in entries if "device_check: NoCheck" in one}
+
+
+extension.leave_unchecked({name if "." in name else f"{name}." for name in _unchecked()})
+
+
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return extension.current_device() if index is None else index

@@ -8,12 +8,15 @@
 FAKE_SLOW      seconds that every operation takes longer
 FAKE_TIMEOUT   seconds after which waiting is reported as a deadlock (25)
 FAKE_DIE       "rank@number": this rank is killed when it launches so many operations
+FAKE_ORDER     a seed: operations of different communicators begin in another order on each rank
+FAKE_RESIDENT  so many operations of a rank run at once, at most, as a GPU has room for few
 """
 
 import faulthandler
 import itertools
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -43,6 +46,44 @@ REDUCE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 Job = Callable[[], None]
 
 
+class Turns:
+    """Decides when operations begin: with NCCL_LAUNCH_ORDER_IMPLICIT=1, in the order of their launches."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[int] = []
+        self._running = 0
+        self._numbers = itertools.count(1)
+
+    def launched(self) -> int:
+        """Give an operation its number."""
+        with self._changed:
+            self._waiting.append(next(self._numbers))
+            return self._waiting[-1]
+
+    def begin(self, number: int) -> None:
+        """Wait until the operation may begin."""
+        if seed := os.environ.get("FAKE_ORDER"):
+            time.sleep(random.Random(f"{seed} {dist.get_rank()} {number}").random() * 0.003)
+        is_in_order = os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+        most = int(os.environ.get("FAKE_RESIDENT", "1000"))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._running < most and not (is_in_order and self._waiting[0] < number)
+            )
+            self._waiting.remove(number)
+            self._running += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+
+turns = Turns()
+
+
 class Lane:
     """A thread that runs a communicator's operations in order."""
 
@@ -51,17 +92,18 @@ class Lane:
     def __init__(self) -> None:
         Lane.made += 1
         self.number = Lane.made
-        self._queue: queue.Queue[tuple[Any, Job]] = queue.Queue()
+        self._queue: queue.Queue[tuple[int, Any, Job]] = queue.Queue()
         threading.Thread(target=self._serve, name="fake nccl", daemon=True).start()
 
     def put(self, operation: Any, job: Job) -> None:
-        self._queue.put((operation, job))
+        self._queue.put((turns.launched(), operation, job))
 
     def _serve(self) -> None:
         while True:
-            operation, job = self._queue.get()
+            number, operation, job = self._queue.get()
             try:
                 operation.wait_until_it_may_begin()
+                turns.begin(number)
                 time.sleep(float(os.environ.get("FAKE_SLOW", "0")))
                 job()
             except BaseException:
@@ -69,6 +111,7 @@ class Lane:
                     threading.Event().wait()
                 traceback.print_exc()
                 end("an operation failed")
+            turns.end()
             operation.done()
             del operation, job
 

@@ -1,6 +1,7 @@
 """Test that the rehearsal finds lessons which are right on the CPU and wrong on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,10 @@ from comm.wire.wire import Wire
 from lab.cluster import Cluster
 from lab.ranks import RankError
 from lab.replace import replaced
+from tests.fake_gpu import test_run_modes as run_modes
 from tests.fake_gpu import test_techniques as techniques
 from tests.fake_gpu.ranks import on_gpus
+from tests.wrappers import named
 
 
 def hook_that_does_not_know_the_stream(
@@ -53,7 +56,7 @@ def test_with_a_future_without_a_device_ddp_reads_gradients_before_they_are_redu
     fails(
         "data_parallel.train_ddp.through_comm",
         hook_that_does_not_know_the_stream,
-        lambda: techniques.test_data_parallel_equals_one_process("ddp"),
+        lambda: techniques.test_data_parallel_equals_one_process(named("ddp")),
         "memory that all_reduce writes to, and its stream has not waited for that",
     )
 
@@ -61,8 +64,11 @@ def test_with_a_future_without_a_device_ddp_reads_gradients_before_they_are_redu
 @pytest.mark.parametrize(
     "test",
     [
-        *(partial(techniques.test_data_parallel_equals_one_process, name) for name in ("naive", "buckets")),
-        *(partial(techniques.test_zero_equals_one_process, stage) for stage in ("zero2", "zero3")),
+        *(
+            partial(techniques.test_data_parallel_equals_one_process, named(name))
+            for name in ("naive", "buckets")
+        ),
+        *(partial(techniques.test_zero_equals_one_process, named(stage)) for stage in ("zero2", "zero3")),
     ],
 )
 def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, test):
@@ -78,6 +84,38 @@ def test_a_thread_that_does_not_wait_for_what_the_main_thread_has_launched_is_no
             "data_parallel_compressed --compress int8",
         ),
         "its stream has not waited for that",
+    )
+
+
+@contextmanager
+def taken_without_waiting_for_the_end(device: torch.device, event: torch.cuda.Event) -> Iterator[None]:
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        event.synchronize()
+        yield
+
+
+def test_a_thread_whose_kernels_the_main_thread_does_not_wait_for_is_noticed(fails):
+    fails(
+        "comm.wire.staging._taken",
+        taken_without_waiting_for_the_end,
+        partial(
+            techniques.test_what_sends_less_trains_on_gpus_as_on_cpus,
+            "data_parallel_compressed --compress int8",
+        ),
+        "on another stream",
+    )
+
+
+def test_a_resumed_fused_optimizer_that_counts_its_steps_on_the_host_is_noticed(fails, tmp_path):
+    fails(
+        "training.state_shards._zeros_like",
+        lambda saved, kind, shard: torch.zeros_like(shard.tensor) if saved.shape else torch.zeros(()),
+        partial(
+            run_modes.test_a_run_resumes_from_its_checkpoint,
+            "data_parallel/train_bucket_overlap.py",
+            tmp_path,
+        ),
+        "Expected all tensors to be on the same device",
     )
 
 

@@ -1,14 +1,18 @@
 """Run every RUN_MODE of entrypoint.sh on two fake GPUs, and some with BACKEND=gloo, through host memory."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from lab.ranks import RankError
+from tests.fake_gpu.conftest import REAL
 from tests.fake_gpu.ranks import SHORT, backend_for, run_script
 from tests.run_modes import MODES, SCRIPTS
 
+SECONDS = 0.0 if REAL in os.environ else 0.002  # that each operation of the fake takes longer
+UNMEASURED = ("comm", "point_to_point", "train", "diloco_elastic", "hybrid_elastic")
 SENDS_ITSELF = ("fsdp", "tensor_parallel_native", "pipeline_native")  # on GPUs, with nccl only
 ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}
 ARGUMENTS["diloco_plain"] = (*SHORT, "--sync-every", "3")
@@ -18,10 +22,15 @@ ARGUMENTS["diloco_plain"] = (*SHORT, "--sync-every", "3")
 def test_a_run_mode_trains_on_two_gpus(mode: str, script: str):
     if mode in SENDS_ITSELF and backend_for(2) != "nccl":
         pytest.skip("two ranks share a GPU here, and PyTorch's own technique takes nccl only")
-    figures = run_script(script, *ARGUMENTS.get(mode, SHORT))
+    figures = run_script(script, *ARGUMENTS.get(mode, SHORT), FAKE_SLOW=str(SECONDS))
     if "last_loss" in figures:
         assert math.isfinite(figures["last_loss"])
         assert figures["replicas_equal"] is (mode != "train")
+    if (seconds := figures.get("communication_seconds")) is not None:
+        operations = figures["messages_sent"] / figures["steps"] / 2  # of two ranks: one or two messages each
+        assert seconds >= operations * SECONDS
+    else:
+        assert figures.get("not_measured") or mode in UNMEASURED
 
 
 @pytest.mark.parametrize(

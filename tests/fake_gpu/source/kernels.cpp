@@ -12,6 +12,9 @@
 #include "streams.hpp"
 
 namespace fake {
+
+std::set<std::string> unchecked; // "aten::add.Tensor"
+
 namespace {
 
 using c10::Device;
@@ -36,10 +39,14 @@ void each_tensor(const IValue& value, F visit) {
   }
 }
 
-// Finds the device of a call, and refuses wrong arguments.
-Maybe<Device> device_of(const std::string& name, const std::vector<IValue>& arguments) {
+// Finds the device of a call, and refuses wrong arguments as torch's own wrappers do: single numbers may come from the
+// host where native_functions.yaml says `device_check: NoCheck`, but not in a list; indices may, where torch copies them.
+Maybe<Device> device_of(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {
+  auto& name = schema.name();
+  static const std::set<std::string> indexing{"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
+  bool lets_numbers_pass = unchecked.count(name + "." + schema.overload_name());
   Maybe<Device> found;
-  bool is_any_on_cpu = false;
+  bool is_any_on_host = false;
   auto refuse = [&](Device other) {
     TORCH_CHECK(
         false, "Expected all tensors to be on the same device, but found at least two devices, ", *found, " and ",
@@ -49,7 +56,8 @@ Maybe<Device> device_of(const std::string& name, const std::vector<IValue>& argu
     each_tensor(argument, [&](const Tensor& tensor) {
       if (!tensor.defined()) return;
       if (!tensor.is_cuda()) {
-        is_any_on_cpu = is_any_on_cpu || tensor.dim() > 0; // single numbers may come from the host
+        bool may_pass = argument.isTensor() ? lets_numbers_pass && tensor.dim() == 0 : indexing.count(name) > 0;
+        is_any_on_host = is_any_on_host || !may_pass;
       } else {
         if (found && *found != tensor.device()) refuse(tensor.device());
         found = tensor.device();
@@ -57,8 +65,7 @@ Maybe<Device> device_of(const std::string& name, const std::vector<IValue>& argu
     });
     if (argument.isDevice() && argument.toDevice().is_cuda() && !found) found = argument.toDevice();
   }
-  bool takes_indices_of_the_host = name.find("aten::index") == 0 || name == "aten::_index_put_impl_";
-  if (found && is_any_on_cpu && !takes_indices_of_the_host) refuse(Device(c10::DeviceType::CPU));
+  if (found && is_any_on_host) refuse(Device(c10::DeviceType::CPU));
   if (found && found->index() < 0) found = Device(c10::DeviceType::CUDA, current_device());
   return found;
 }
@@ -108,7 +115,7 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& parameters = schema.arguments();
   size_t count = parameters.size(), base = stack->size() - count;
   std::vector<IValue> arguments(stack->begin() + base, stack->end());
-  auto device = device_of(schema.name(), arguments);
+  auto device = device_of(schema, arguments);
   auto is_written = [&](size_t i) { return parameters[i].alias_info() && parameters[i].alias_info()->isWrite(); };
 
   std::vector<Memory> memory;
@@ -180,7 +187,8 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_cuda()) memory.push_back(memory_of(self, true));
   if (source.is_cuda()) memory.push_back(memory_of(source, false));
   before_kernel("aten::copy_", device.index(), memory);
-  if (!self.is_cuda() && !non_blocking) wait_here(clock_of(current_stream(device.index())));
+  bool passes_the_host = !self.is_cuda() || !source.is_cuda();
+  if (passes_the_host && !non_blocking) wait_here(clock_of(current_stream(device.index())));
   on_host(self).copy_(on_host(source));
   return self;
 }
@@ -234,7 +242,7 @@ Tensor reshape_alias(const Tensor& self, SymIntArrayRef size, SymIntArrayRef str
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+void record_stream(Tensor& tensor, c10::Stream) { recorded(tensor.storage().data()); }
 
 Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
   return at::native::unfold(self, dim, size, step);

@@ -20,7 +20,10 @@ struct Allocator final : c10::Allocator {
   static void release(void* block) {
     if (!block) return;
     auto start = static_cast<char*>(block) - HEADER;
-    allocated -= *reinterpret_cast<int64_t*>(start);
+    auto num_bytes = *reinterpret_cast<int64_t*>(start);
+    allocated -= num_bytes;
+    freed(block);
+    memset(block, 0xDB, num_bytes); // whoever still reads it must not find what was there
     free(start);
   }
 
@@ -32,6 +35,7 @@ struct Allocator final : c10::Allocator {
     memset(start + HEADER, 0xCD, num_bytes); // fresh memory must not look like zeros
     auto total = allocated += num_bytes;
     if (total > peak) peak = total;
+    allocated_here(start + HEADER);
     return {start + HEADER, start + HEADER, &release, device};
   }
 
@@ -83,6 +87,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* pointer) const override { return !pointer || is_done(event(pointer).clock); }
   void synchronizeEvent(void* pointer) const override {
+    TORCH_CHECK(has_chosen_a_device(), "fake GPU: a thread that has chosen no device waits for an event, on GPU 0");
     if (pointer) wait_here(event(pointer).clock);
   }
   void destroyEvent(void* pointer, const c10::DeviceIndex) const noexcept override {

@@ -3,8 +3,12 @@
 
 #include <ATen/ATen.h>
 
+#include <set>
+#include <string>
+
 namespace fake {
 
+extern std::set<std::string> unchecked; // operators to which torch gives single numbers of the host
 c10::DeviceIndex device_count();
 c10::Allocator* allocator();
 int64_t allocated_bytes();

@@ -186,12 +186,14 @@ void define(py::module_& module) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   c10::SetAllocator(c10::DeviceType::CUDA, fake::allocator(), 1);
+  module.def("leave_unchecked", [](std::set<std::string> names) { fake::unchecked = names; });
   module.def("on_host", &fake::on_host);
   module.def("resize_storage", [](c10::Storage storage, size_t bytes) { fake::resize(storage, bytes); });
   module.def("device_count", [] { return int(fake::device_count()); });
   module.def("current_device", [] { return int(fake::current_device()); });
   module.def("set_device", [](int device) { fake::set_device(device); });
   module.def("synchronize", [] { fake::wait_here(fake::of_everything()); });
+  module.def("host_waits", &fake::host_waits);
   module.def("allocated_bytes", &fake::allocated_bytes);
   module.def("peak_bytes", &fake::peak_bytes);
   module.def("reset_peak", &fake::reset_peak);

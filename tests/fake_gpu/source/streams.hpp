@@ -1,11 +1,14 @@
-// Streams without a GPU. The host runs a kernel at once, so a stream only remembers which of nccl's operations,
-// which run on threads, it must wait for. The next kernel on the stream waits for them.
+// Streams without a GPU. nccl's operations run on threads, and the host runs a kernel at once, when its stream has
+// waited for what it must wait for.
 //
-//   operation   number k of a lane; a lane runs its operations one after the other (nccl.py)
+//   lane        runs its operations one after the other: a communicator (nccl.py) or, with a negative number, a stream
+//   operation   number k of a lane; those of a stream are its kernels
 //   clock       the last operation of each lane that a stream, an event or the host has waited for
 //
-// A kernel must not touch an operation's memory unless its stream has waited for the operation. `check` refuses that
-// even if the operation has ended by then, so the verdict does not depend on the speed of the machine.
+// A kernel or an operation must not touch memory unless its stream has waited for the last one that wrote to it, or,
+// before it writes, for all that have read it since. To free memory is a write by the stream that allocated it, which
+// gets it again first. A mistake is refused even if the other one has ended by then, so the verdict does not depend on
+// the speed of the machine.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -22,6 +25,7 @@ using Clock = std::map<int64_t, int64_t>; // lane -> number of its last operatio
 
 struct Memory { // a part of a storage, in bytes
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  const void* block;
   int64_t begin, end;
   bool is_written;
 };
@@ -55,7 +59,14 @@ int64_t when_done(const Clock& clock);                       // nanoseconds of a
 // use that memory, and waits for what the stream waits for.
 void before_kernel(const std::string& name, c10::DeviceIndex device, const std::vector<Memory>& memory);
 
+// A block of memory is allocated for the current stream. record_stream keeps it from being given out again too early.
+void allocated_here(const void* block);
+void recorded(const void* block);
+void freed(const void* block);
+
+int64_t host_waits(); // how often the host has waited for the GPU
 c10::DeviceIndex current_device();
+bool has_chosen_a_device(); // this thread
 void set_device(c10::DeviceIndex device);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
