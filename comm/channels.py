@@ -24,7 +24,7 @@ from comm.wire.gloo_wire import peer_wire
 from comm.wire.groups import Group, axis_of, global_ranks, group_of, message_device, name_axis, new_group
 
 # Each rank launches what it sends and receives in several groups in an order of its own. If nccl began all
-# in this order, a send could wait for a receive whose message depends on it. nccl reads this when it connects.
+# in this order, a send could wait for a receive whose message depends on it. nccl reads this at its start.
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
 
 

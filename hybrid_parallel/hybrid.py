@@ -135,14 +135,13 @@ class HybridParallel(nn.Module):
             )
         for layer in expert_layers_of(self.stages):
             layer.forget()
-        own_targets = count_valid(y)
-        if num_targets is None and self.sizes.data > 1 and own_targets < y.numel():
-            raise WorkbookError(
-                "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
-                "backward(x, y, valid_targets(y, mesh.data))."
-            )
         if num_targets is None or self.local is not None:  # a replica that trains alone counts its own
-            num_targets = own_targets
+            is_given, num_targets = num_targets is not None, count_valid(y)
+            if not is_given and self.sizes.data > 1 and num_targets < y.numel():
+                raise WorkbookError(
+                    "Some targets are ignored (-100), and replicas may have unequal numbers of others: call "
+                    "backward(x, y, valid_targets(y, mesh.data))."
+                )
         x, y = self.own_tokens(x), self.own_tokens(y)
         with self.in_precision():
             num_targets /= self.sizes.context

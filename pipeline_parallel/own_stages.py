@@ -40,6 +40,8 @@ class OwnStages(nn.Module):
     replaces computing: it is the seconds of a microbatch's forward in all stages of a rank.
     """
 
+    takes_frozen_stages = False
+
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -55,6 +57,11 @@ class OwnStages(nn.Module):
         self.rank_of = {stage: stage for stage in range(len(stages))} if rank_of is None else rank_of
         if (ranks := dist.get_world_size(group)) != (wanted := len({*self.rank_of.values()})):
             raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
+        if not self.takes_frozen_stages and not any(p.requires_grad for p in stages[0].parameters()):
+            raise WorkbookError(
+                "All parameters of the first stage are frozen, so it has no backward: take a class that runs "
+                "a table, such as Pipeline, or cut the model so that the stage trains some."
+            )
         self.rank, self.group = dist.get_rank(group), group
         self.device = example.device
         self.last, self.microbatches = len(stages) - 1, microbatches

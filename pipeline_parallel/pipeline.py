@@ -74,6 +74,8 @@ class Pipeline(OwnStages):
     parameters: clip them with this class's own `clip_grad_norm_`.
     """
 
+    takes_frozen_stages = True
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

@@ -76,6 +76,8 @@ class TorchPipeline(OwnStages):
     All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
 
+    takes_frozen_stages = True
+
     def __init__(
         self,
         stages: Sequence[Stage],

@@ -41,12 +41,12 @@ SPARSE = "has sparse gradients, which have another size on each rank: leave spar
 Watched = TypeVar("Watched")
 
 
-_guards: "weakref.WeakKeyDictionary[object, Guard]" = weakref.WeakKeyDictionary()
+_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()  # the hooks of a wrapper keep its guard
 
 
 def watch(wrapper: Watched) -> Watched:
     """Refuse from now on what would train wrongly with this model or optimizer; return it."""
-    _guards[wrapper] = Guard(wrapper)
+    _guards.add(Guard(wrapper))
     return wrapper
 
 
@@ -75,7 +75,7 @@ class Guard:
     """
 
     def __init__(self, wrapper: Any) -> None:
-        # A weak reference, because the wrapper is the key of the guard, which must not keep it alive.
+        # A weak reference: a module may outlive its wrapper, and its hooks keep the guard.
         self._wrapper, shards = weakref.ref(wrapper), getattr(wrapper, "parameter_shards", ())
         divided = getattr(wrapper, "divided", [])
         self._shards = [*divided, *(shard.tensor for shard in shards)]
@@ -100,6 +100,7 @@ class Guard:
         if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
             wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
             wrapper.register_forward_hook(_mark_output)
+            _observe_calls(wrapper, "clip_grad_norm_", self.before_step)  # an optimizer's ends all before it
         else:
             refuse_unless_elementwise(type(wrapper.inner), wrapper.inner.defaults)
             self._accepted.add(wrapper.inner)
@@ -116,11 +117,11 @@ class Guard:
         if getattr(wrapper, "returns_shard", False):
             wrapper.register_forward_hook(_mark_output_as_shard)
         _observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
-        _observe_calls(wrapper, "clip_grad_norm_", self.before_step)
 
     def is_concerned(self, optimizer: Optimizer, trained: set[Tensor]) -> bool:
         """Return whether the optimizer trains something of the wrapper, and is not the wrapper itself."""
-        return optimizer is not self._wrapper() and not trained.isdisjoint(self._shards or self._kept)
+        wrapper = self._wrapper()
+        return wrapper not in (None, optimizer) and not trained.isdisjoint(self._shards or self._kept)
 
     def refuse_changes(self, module: nn.Module, is_step: bool = False) -> None:
         """Raise WorkbookError if the module has other parameters than when it was wrapped.
@@ -140,7 +141,7 @@ class Guard:
 
     def on_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Refuse a second backward that would add to what is being sent. This is a hook of the parameter."""
-        if gradient is None:
+        if gradient is None or self._wrapper() is None:
             return
         if gradient.layout != torch.strided:
             raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
@@ -290,7 +291,7 @@ def refuse_layers(module: nn.Module) -> None:
 def before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Run as a hook before each step of any optimizer: ask the guards of the parameters that it trains."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    guards = [guard for guard in list(_guards.values()) if guard.is_concerned(optimizer, trained)]
+    guards = [guard for guard in list(_guards) if guard.is_concerned(optimizer, trained)]
     if guards and (any(args[1:]) or kwargs.get("closure")):
         raise WorkbookError("Run the backward and finish_gradient_sync() before step(), without a closure.")
     for guard in guards:

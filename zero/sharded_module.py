@@ -58,7 +58,7 @@ class ShardedModule(nn.Module):
         for unit in self.units:
             full = unit.flat_shard.new_empty(unit.full.shape)
             all_gather(full, unit.flat_shard, self.group)
-            unit.show(full)
+            unit.point_parameters_into(full)
         try:
             yield self.module
         finally:

@@ -119,7 +119,7 @@ class FlatParameters:
     def is_freed(self) -> bool:
         return self.full.untyped_storage().size() == 0
 
-    def show(self, full: Tensor) -> None:
+    def point_parameters_into(self, full: Tensor) -> None:
         """Make the module's parameters views of a flat tensor."""
         for parameter, view in self.layout.views(full):
             parameter.data = view

@@ -92,7 +92,7 @@ class Unit(FlatParameters):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            self.show(self.full)
+            self.point_parameters_into(self.full)
 
     def free(self) -> None:
         """Free the full parameters, also those that are still on their way."""

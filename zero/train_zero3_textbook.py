@@ -6,18 +6,19 @@
 In plain data parallel each rank has all parameters, all gradients and all of the optimizer's state. But the
 parameters of a block (a transformer layer, for example) are needed only while the block computes: once in
 the forward, and once in the backward. So each of the n ranks keeps an n-th of them, its shard. An all-gather
-makes them full before the block computes, and afterwards they are freed. Its gradients are reduce-scattered:
-a rank gets its part of the mean, with which an ordinary optimizer trains the rank's shards. What belongs to
-no block, the root, is treated in the same way around the whole module.
+makes them full before the block computes, and afterwards they are freed. After the block's backward, a
+reduce-scatter gives each rank its part of the mean gradients, and an ordinary optimizer trains the shards.
+Parameters outside of all blocks, the root, are gathered before the whole module computes, and freed after it.
 
-      memory of a rank                (P + G + O)/n, and the root and one block with their full gradients
+      memory of a rank                (P + G + O)/n, plus parameters and gradients of the root and of a block
       bytes sent in a microbatch      (n-1)/n 3 P: two all-gathers and one reduce-scatter
       P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
 
-Autograd keeps the parameters from the forward to the backward. So they are views of a flat tensor, `full`,
-and only its memory is freed: its storage is resized to 0 bytes, and back for the next gather. Each message
-is waited for; train_zero3.py hides them behind computing. Parts: shards.py, the flat tensors;
-sharded_module.py, names, clipping and the full state; memory.py, the report.
+In the forward, autograd saves what the backward needs, parameters among it. They are views of a flat tensor,
+`full`. To free it, its storage is resized to 0 bytes, and the next gather resizes it back: then whatever
+autograd has saved points to the right values again. Each message is waited for; train_zero3.py hides them
+behind computing. Parts: shards.py, the flat tensors; sharded_module.py, names, clipping and the full state;
+memory.py, the report.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -55,7 +56,7 @@ class Unit(FlatParameters):
         if self.is_freed:
             self.full.untyped_storage().resize_(self.full.nbytes)
             all_gather(self.full, self.flat_shard, self.group)
-            self.show(self.full)  # the module's parameters become views of it
+            self.point_parameters_into(self.full)  # the module's parameters become views of it
 
     def end_backward(self) -> None:
         """Average the gradients, keep this rank's part, and free the rest, if the backward was here."""
@@ -70,10 +71,10 @@ class Unit(FlatParameters):
 class TextbookFullyShardedDataParallel(ShardedModule):
     """Wraps a module. Its `parameters()` are this rank's shards, one of each parameter.
 
-    Any optimizer may train them that updates each number on its own, such as SGD or Adam. The blocks are the
-    members of each ModuleList and Sequential. All ranks must run the same blocks, and blocks and module must
-    return one tensor. After `finish_gradient_sync()` the `grad` of each shard is the mean over ranks, with
-    zeros for an unused parameter. The gradients of several microbatches add up.
+    Train them with any optimizer that updates each number on its own, such as SGD or Adam. The blocks are the
+    members of each outermost ModuleList and Sequential. All ranks must run the same blocks, and blocks and
+    module must return one tensor. After `finish_gradient_sync()` the `grad` of each shard is the mean over
+    ranks, with zeros for an unused parameter of a block that was used. Microbatches add up.
     """
 
     def __init__(self, module: nn.Module, group: Group = None) -> None:
@@ -96,23 +97,25 @@ class TextbookFullyShardedDataParallel(ShardedModule):
         self.finish_gradient_sync()  # of the microbatch before
         return self.module(*inputs, **options)
 
-    def _after_forward(self, unit: Unit, part: nn.Module, inputs: Any, output: Tensor) -> None:
+    def _after_forward(self, unit: Unit, part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """Free the block's parameters, and notice when the backward reaches its output."""
+        output = output.view_as(output)  # a tensor of this block's own: another one may return the same
         if output.requires_grad:
             output.register_hook(lambda _: self._before_backward(unit))
         if not is_in_backward():  # a checkpoint computes the block again there, before its backward
             unit.free()
+        return output
 
     def _before_backward(self, unit: Unit) -> None:
-        """End the backward of the block that came after this one, and gather this one's parameters."""
+        """End the backward of the block that computed later in the forward, and gather this one again."""
         for block in self.blocks:
             if block is not unit:
                 block.end_backward()
         unit.gather()
 
     def finish_gradient_sync(self) -> None:
-        """End the backward of the first block and of the root: then all gradients are averaged."""
-        for unit in self.units:
+        """End the backward of the first block, and then of the root: all gradients are averaged."""
+        for unit in reversed(self.units):
             unit.end_backward()
 
     def traffic(self, microbatches: int = 1, is_clipped: bool = False) -> Traffic:

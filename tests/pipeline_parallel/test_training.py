@@ -28,6 +28,7 @@ from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.stage import Stage, balanced_stages
+from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_torch_pipelining import TORCH_SCHEDULES, TorchPipeline
 from tests.on_ranks import on_ranks
 from tests.pipeline_parallel.equivalence import (
@@ -365,11 +366,14 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
         x, y = vectors(4)
         model, table = mlp(5), one_f_one_b(3, 2)
         pipeline = Pipeline(model, table, loss_of, x[:2])
+        frozen = mlp(3)
+        frozen.layers[0].requires_grad_(False)
         calls = [
             lambda: Pipeline(model, one_f_one_b(2, 2), loss_of, x),
             lambda: Pipeline(mlp(2), table, loss_of, x),
             lambda: Pipeline(nn.Linear(2, 2), table, loss_of, x),
             lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
+            lambda: AllForwardAllBackward(balanced_stages(frozen, 3, "layers"), 2, loss_of, x[:2]),
             lambda: pipeline.step(x[:3], y[:3]),
         ]
         return [refusal(call) for call in calls]
@@ -381,6 +385,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
         "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
         "A Linear cannot be cut into stages: give an nn.Sequential",
         "Stages of three ranks share a parameter",
+        "All parameters of the first stage are frozen, so it has no backward",
         "The pipeline was made for x and y of 4 rows, in 2 microbatches, and got 3 and 3",
     )
     for sentence, start in zip(first, starts, strict=True):

@@ -1,5 +1,7 @@
 """The guard refuses in one sentence what would train wrongly without an error, and nothing else."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +82,21 @@ def test_an_object_of_a_guarded_class_is_watched_from_the_end_of_its_constructor
     plain = type("Plain", (watched,), {})(layers())
     backward(plain)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()  # a subclass says for itself whether it is guarded
+
+
+def test_a_guard_ends_with_its_wrapper_and_lets_the_module_be_wrapped_again() -> None:
+    module = layers()
+    model = watch(Wrapper(module))
+    backward(model)
+    ended = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ended() is None
+    module.append(nn.Linear(2, 1))
+    again = watch(Wrapper(module))
+    backward(again)
+    again.finish_gradient_sync()
+    torch.optim.SGD(again.parameters(), lr=0.1).step()
 
 
 class NormalisedSgd(torch.optim.SGD):

@@ -18,7 +18,7 @@ from tests.equivalence import Trained, compare_with_one_process, mine, one_proce
 from tests.on_ranks import on_ranks
 from tests.refusals import refusal, the_one_sentence
 from tests.tasks import Blocks, Task, deep_gpt, text, text_loss
-from tests.wrappers import named
+from tests.wrappers import Wrapper, for_each, named, select
 from training.state_shards import plain_shards
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
@@ -114,6 +114,24 @@ class Nested(nn.Module):
         return x
 
 
+class BlocksLast(nn.Module):
+    """A module that returns what its last block has made; one block returns its input."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter = nn.Linear(7, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.LayerNorm(5)])
+        self.blocks[1].forward = lambda x: x
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def a_layer(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Linear(7, 3).double()
@@ -123,6 +141,12 @@ def a_layer(seed: int) -> nn.Module:
 def test_stage_3_takes_lists_in_lists_no_blocks_and_blocks_that_pass_their_input_on(cluster: Cluster):
     for make in (Nested, a_layer):
         compare_with_one_process(cluster, ZERO3, Task(make), (1, 3))
+
+
+@for_each(select(takes_any_model=True, by_torch=False, stage=3))
+@on_ranks(2)
+def test_a_module_may_return_what_its_last_block_made_and_a_block_its_input(cluster, wrapper: Wrapper):
+    compare_with_one_process(cluster, wrapper, Task(BlocksLast), (1, 3))
 
 
 @on_ranks(2)
