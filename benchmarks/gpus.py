@@ -35,12 +35,15 @@ class Args(side_by_side.Args):
     """Number of windows of text in a rank's step."""
     runs: int = 30
     """Number of timed steps of each variant; with --quick there are 5."""
+    bf16: bool = False
+    """Train in bfloat16 (16 bits). In float32 computing takes so long that it hides all communication."""
 
 
 def build(name: str, cluster: Cluster, args: Args) -> Step:
     """Return a step of a variant: one of OURS, "ddp" or "fsdp2"."""
     x, y = (part.to(cluster.device) for part in tokens(GPT_13M, args.windows))
-    return replicas(name, GPT(GPT_13M).to(cluster.device), (x, y), bucket_mb=BUCKET_MB)
+    model = GPT(GPT_13M).to(cluster.device, torch.bfloat16 if args.bf16 else torch.float32)
+    return replicas(name, model, (x, y), bucket_mb=BUCKET_MB)
 
 
 def timed_on_gpu(step: Step) -> Step:

@@ -178,9 +178,9 @@ def all_to_all(
 ) -> Work:
     """Send part p of `full` to rank p, and receive part p of `output` from rank p.
 
-    Sizes count the elements of each part, in rank order. Without them the tensors are divided as in
-    `comm.shards`. Then the ranks' parts match only if the number of ranks divides the number of elements. The
-    pattern bruck needs parts that all have one size, on all ranks.
+    Sizes count the elements of each part, in rank order. Without sizes the tensors are divided as in
+    `comm.shards`, and the number of ranks must divide the number of elements: else two ranks would expect
+    different sizes of one part. The pattern bruck needs parts that all have one size, on all ranks.
     """
     pattern = _choose("all_to_all", pattern, group, None)
     n = dist.get_world_size(group)

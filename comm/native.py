@@ -152,9 +152,27 @@ def _launch(header: Header, group: Group, buffers: Sequence[In], parts: Parts | 
             buffer.from_wire(flat)
 
     try:
-        return NativeHandle(op, _call_torch(header, group, flats, parts), finish)
+        if torch.version.hip is not None:
+            _wait_for_other_groups(group)
+        work = _call_torch(header, group, flats, parts)
     except RuntimeError as error:
         raise failed(op, error) from error
+    if torch.version.hip is not None:
+        _previous[:] = [(group, work)]
+    return NativeHandle(op, work, finish)
+
+
+_previous: list[tuple[Group, dist.Work | None]] = []  # the last operation, on AMD's GPUs
+
+
+def _wait_for_other_groups(group: Group) -> None:
+    """Let the stream wait for the last operation if it is of another group: RCCL knows no order of launches.
+
+    Where two operations find room on one GPU in one order and on another GPU in the other, none ends.
+    """
+    for before, work in _previous:
+        if before is not group and work is not None and dist.get_backend(group) == "nccl":
+            work.wait()
 
 
 def _call_torch(header: Header, group: Group, flats: list[Any], parts: Parts | None) -> dist.Work | None:

@@ -152,9 +152,9 @@ class ContextParallel(nn.Module):
     def loss(self, logits_btv: Tensor, targets_bt: Tensor, num_targets: float | None = None) -> Tensor:
         """Return this rank's cross entropy in nats: the mean over ranks is the mean over all valid targets.
 
-        A rank that has more of them than others counts more, so the sum is divided by the mean number of
-        valid targets. All ranks have all targets, so nothing has to be sent for it. `num_targets` is the
-        number of valid ones in full sequences; None counts them, for which the host waits for a GPU.
+        Each rank divides its sum of losses by the mean number of valid targets of a rank. So a rank with more
+        valid targets counts more. All ranks have all targets, so nothing is sent for it. `num_targets` is the
+        number of valid targets in full sequences; None counts them, for which the host waits for a GPU.
         """
         own = self._cut(targets_bt.shape[1], dist.get_world_size(self.group)).own(
             targets_bt, dist.get_rank(self.group)

@@ -40,8 +40,8 @@ class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of `group` holds, and averages its gradients over the ranks.
 
     Call `finish_gradient_sync()` after the last backward: then every `param.grad` is the mean over ranks.
-    With n ranks and V valid targets in the global batch, divide each sum of losses, also that of a
-    microbatch, by V / n, the `num_targets` of a step (training/valid_targets.py).
+    Divide the sum of losses of each batch or microbatch by `num_targets`, which is V / n: V valid targets in
+    the global batch, n ranks (training/valid_targets.py).
 
     Tied, frozen and unused parameters are supported; unused ones get zero gradients. Buffers become rank 0's
     at wrapping, and are not sent again (DDP sends rank 0's before every forward). All ranks must have the

@@ -8,8 +8,8 @@ The MLP of a block becomes E experts, which are MLPs of the same size, and a rou
 of them. So the MLPs have E times the parameters, and a token costs k times the multiplications. Every rank
 has its slice of the batch and a copy of everything but the experts, as in data parallelism. Dispatch is an
 all-to-all in which a rank sends every other rank the tokens for its experts, and combine is the same in
-reverse. In the backward the gradients go the same ways back. For n ranks that hold E experts, one copy of
-each, and a rank with t tokens of d numbers:
+reverse. In the backward the gradients go the same ways back. If the n ranks hold one copy of each of the E
+experts, and a rank has t tokens of d numbers:
 
       sent by a rank for a layer    4 (n-1)/n t k d numbers, if all experts are chosen equally
       data parallel would send      2 (n-1)/n E 8 d^2 numbers: the gradients of all experts (comm/cost.py)
@@ -197,7 +197,7 @@ class ExpertParallel(ModelOnRank):
 
     Call `finish_gradient_sync()` once, after the last backward: then every `param.grad` is that of one
     process with the global batch (with a capacity, of one that drops the same assignments). Every trained
-    parameter gets a gradient, which is zero for an expert without tokens. A penalty on weights belongs into
+    parameter gets a gradient, which is zero for an expert without tokens. A penalty on weights belongs in
     the optimizer (weight_decay): in the loss it would reach experts n times too weak, with n ranks in an
     expert group.
     """

@@ -5,16 +5,16 @@
 
 Each of them answers for its own axis, and hands on to what it wraps: what a rank has of the full state, which
 gradients count in the norm, what the loss is. One thing does not compose in this way: the order in which
-`finish_gradient_sync` completes the gradients of a step, each in its group:
+`backward` completes the gradients of a step, each in its group:
 
       pipeline    the first and the last stage add up the gradients of an embedding that they share
-      data        the replicas take the mean, also those that differ along the context axis; with ZeRO each
-                  rank keeps its shard of it; replicas that train alone have nothing to complete
-      tensor      with sequence parallelism the ranks add up the gradients of undivided parameters (norms,
-                  positions, some biases), of which each rank has one term
+      data        the replicas, along the data and context axes, take the mean (for an expert, those that
+                  hold it); with ZeRO each keeps its shard of the mean; replicas that train alone do nothing
+      tensor      undivided parameters (norms, positions, some biases): with sequence parallelism ranks add up
+                  their terms; without it, but with --compress, they average what each of them has rounded
 
-All three are sums, so without ZeRO their order would not matter. With ZeRO only shards are left after the
-mean. Two stages have different shards of an embedding that they share, so they must add up its gradients
+Without ZeRO and --compress all are sums, and their order would not matter. With ZeRO only shards are left
+after the mean. Two stages have different shards of an embedding that they share, so they add up its gradients
 before. The ranks of a tensor group have the same shards of undivided parameters, and add up these afterwards.
 
 Without a pipeline, the mean over replicas begins during the backward of the last microbatch (with ZeRO 2 and
@@ -92,7 +92,7 @@ class HybridParallel(nn.Module):
         self.are_equal = True  # the replicas, after the last step
         self.data = self._replicate(optimizer_class, options)
         self.layers.held = self.trained_parameters()
-        # A compressor rounds what tensor ranks have in full beside other numbers on each of them.
+        # Tensor ranks' buckets differ, so a compressor rounds gradients of undivided parameters differently.
         named = self.plain.named_parameters() if self.sizes.compress and self.sizes.tensor > 1 else ()
         is_whole = not self.sizes.sequence_parallel
         self.rounded = [p for name, p in named if is_whole and name not in self.layers.dims]

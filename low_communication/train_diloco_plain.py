@@ -12,8 +12,8 @@ with Nesterov momentum, which has the same state on all ranks:
       anchor   = anchor - outer_lr (change + mu momentum)          with the new momentum
 
 With outer_lr 1 and no momentum the new anchor is the mean of the parameters: local SGD (train_local_sgd.py).
-The state of a rank's own optimizer is never sent. The result is not that of one process with the global batch
-(but for H = 1, SGD without momentum, and outer_lr 1).
+The state of a rank's own optimizer is never sent. The result is not that of one process with the global
+batch, except for H = 1, SGD without momentum on the ranks, outer_lr 1 and outer_momentum 0.
 
       bytes of a step     2 (n-1)/n P / H on average; P: bytes of the trained parameters, n ranks in a ring
       memory of a rank    2 P more: the anchor and its momentum; and 2 P for a moment in an outer step

@@ -15,8 +15,8 @@
     outputs = pipeline.forward_only(x)        # on the last stage's rank, None elsewhere
 
 The loop knows nothing of GPipe or 1F1B, which are tables. A message is named after the action that makes it:
-0F1 is the output of stage 0 for microbatch 1, and 2I1 the gradient of the input of stage 2, also where a B
-makes it. messages.py says when the receives are posted. Rank 1 of 2 does this in 1F1B with two microbatches:
+0F1 is the output of stage 0 for microbatch 1. 2I1 is the gradient of the input of stage 2, even if a B, not
+an I, made it. messages.py says when receives are posted. Rank 1 of 2 does this in 1F1B with two microbatches:
 
       post the receives of 0F0 and 0F1
       1F0                wait for 0F0, and compute the forward of microbatch 0 in stage 1

@@ -77,7 +77,7 @@ class TensorParallel(ModelOnRank):
     A GPT returns this rank's shard of the logits, (batch, time, vocabulary/n), and an MLP its full output:
     compute the loss from it with `loss`. Call `finish_gradient_sync()` after the last backward: it makes
     every gradient complete. Then `clip_grad_norm_` clips by the norm of the full model. A penalty on weights
-    belongs into the optimizer (weight_decay): added to the loss, it would count n times for weights that
+    belongs in the optimizer (weight_decay): added to the loss, it would count n times for weights that
     `with_own_tokens_only` lists.
     """
 
@@ -100,7 +100,7 @@ class TensorParallel(ModelOnRank):
         self.returns_shard = isinstance(plain, GPT)
         ranks = dist.get_world_size(group)
         for parameter in self.with_own_tokens_only():
-            if parameter.requires_grad:  # n times a term: the mean over ranks is then the sum of the terms
+            if parameter.requires_grad:  # with term * ranks, the mean over ranks is the sum of terms
                 parameter.register_hook(lambda term: term * ranks)
 
     @property

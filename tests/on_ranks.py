@@ -11,8 +11,8 @@ from lab.ranks import run_ranks
 def on_ranks(*world_sizes: int | str, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on so many ranks, or on each of several numbers of ranks. `options` are those of run_ranks.
 
-    A name in place of a number is that of the test's argument which says how many ranks there are. The
-    test's first argument is the rank's cluster:
+    A string in place of a number names the test's argument that holds the number of ranks. The test's first
+    argument is the rank's cluster:
 
         @on_ranks(2, timeout=20)
         def test_there_are_two_ranks(cluster: Cluster):

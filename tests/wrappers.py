@@ -38,7 +38,7 @@ TINY = 1e-6  # MiB, so that each parameter has a bucket
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A way to train on several ranks. Its name is the same in the ids of tests."""
+    """A way to train on several ranks. Its `name` appears in the ids of tests."""
 
     name: str
     lesson: str  # the folder

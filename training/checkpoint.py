@@ -19,9 +19,9 @@ one saves it. To load, a rank puts each full tensor together from saved shards, 
               save-7-rank-1.safetensors         full tensors, and a CRC-32 of each shard
               manifest                          who has saved what; numbers, `extra`, and a SHA-256 of this
 
-The manifest comes last, and makes the checkpoint complete. The saves in a folder are numbered: the newest one
-was completed last, also if the training has gone back to an earlier step. No file is a pickle, which may run
-any code when it is loaded.
+The manifest comes last, and makes the checkpoint complete. The saves in a folder are numbered: the newest
+checkpoint is that of the last save, even if training went back to an earlier step before it. No file is a
+pickle, which may run any code when it is loaded.
 
 To save M bytes costs M bytes of host memory on all ranks together, and 2 M bytes of memory traffic. CheckFreq
 (Mohan et al. 2021) has the copy and the thread; ByteCheckpoint (https://arxiv.org/abs/2407.20143) loads what

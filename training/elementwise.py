@@ -1,8 +1,7 @@
 """Refuse what needs all of a tensor, where a rank has a shard of it.
 
-A shard's norm is not the tensor's, and an optimizer that divides a gradient by it would train something else
-on each rank. What works element by element does the same to a shard as to the full tensor. So that is
-allowed, and everything else is refused: operations on a `Shard`, and optimizers by a trial.
+An optimizer that divides by the norm of its shard would train something else on each rank. Only what does the
+same to a shard as to the full tensor is allowed: operations on a `Shard` by name, optimizers after a trial.
 """
 
 import functools
@@ -15,7 +14,8 @@ from torch.optim import Optimizer
 
 from lab.launch.errors import WorkbookError
 
-# Beside views and elementwise operations: what moves numbers, looks at none, or compares two shards.
+# Also allowed: what reads no number (dim), moves numbers (cat), compares two shards (equal), adds a product
+# of plain tensors (addmm_ in deferred.py), or works by element, but has a name unknown to aten (__iadd__).
 HARMLESS = """
     __get__ __set__ __getitem__ __setitem__ __len__ __repr__ __format__ __deepcopy__ __reduce_ex__ __hash__
     dim size stride numel element_size data_ptr storage_offset untyped_storage get_device as_subclass

@@ -16,7 +16,7 @@ trains the same, and refuses nothing.
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
       watch(model)                              the same for one object
 
-All ranks run the same program, so they make the same mistake, and each rank notices it without the others.
+All ranks run one program, so each notices its mistakes alone; only for inputs do ranks compare digests.
 """
 
 import functools
@@ -65,13 +65,13 @@ def guarded(cls: type[Watched]) -> type[Watched]:
 
 
 class Guard:
-    """Observes a model, or an optimizer, that sends gradients, by torch's hooks and a call after its methods.
+    """Observes a model or optimizer that sends gradients: by torch's hooks, and before and after its methods.
 
     It looks at `finish_gradient_sync()`, which ends a step's communication; at its `module`; at
     `require_backward_grad_sync`, if it sends in the backward, which is False in all microbatches but the
-    last; and at what the rank trains in part: its `parameter_shards`, or its `divided` parameters, whose
-    ranks compute one batch (and return shards of the logits, if `returns_shard`). `may_freeze_later` is true
-    for a wrapper that looks in each step which parameters are trained.
+    last; and at what the rank trains in part: its `parameter_shards`, or its `divided` parameters. Ranks that
+    have `divided` ones need equal inputs, and return shards of the logits if `returns_shard`.
+    `may_freeze_later` is true for a wrapper that looks in each step which parameters are trained.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -97,7 +97,7 @@ class Guard:
             wrapper.register_forward_pre_hook(lambda wrapper, _: refuse_what_shards_cannot(wrapper))
         if isinstance(wrapper, nn.Module) and shards:
             _compare_versions(wrapper, shards)
-        if isinstance(wrapper, nn.Module):  # the hook gets a copy, where the wrapper was copied
+        if isinstance(wrapper, nn.Module):  # hooks use their argument, which may be a copy of it
             wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
             wrapper.register_forward_hook(_mark_output)
             _observe_calls(wrapper, "clip_grad_norm_", self.before_step)  # an optimizer's ends all before it

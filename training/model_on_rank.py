@@ -5,7 +5,7 @@
           ExpertParallel            some of the experts
           or ModelOnRank(model)     all of a GPT or MLP
 
-Each answers for its own axis, and hands on to what it wraps, its `inner`.
+Each answers for its own axis, and its `inner` for the rest. All but ContextParallel are a ModelOnRank.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class ModelOnRank(nn.Module):
         return loss_of(outputs, y, num_targets)
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
-        """Return the sums over held-out examples; None on ranks that have the outputs of another rank."""
+        """Return the sums over held-out examples; None if another rank counts the same outputs."""
         return self.sums_of(self(x), y, counts)
 
     def sums_of(self, outputs: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ together; a plain module needs none of them.
     evaluation_sums(x, y, counts)     the sums over what this rank counts of a held-out batch; None if another
                                       rank counts it (training/evaluation.py)
     observed()                        the modules whose forwards and backwards are recorded, if not itself
-    mean_loss(loss)                   the mean over ranks, if it is not that of all ranks that have a loss
+    mean_loss(loss)                   the step's loss, if it is not the mean over all ranks that have one
 """
 
 from collections.abc import Iterator, Mapping
@@ -183,7 +183,7 @@ class Run:
         `traffic` is what this rank should send in this step by the script's formula, where that differs from
         step to step; else give it to `finish`.
         """
-        self._record.loss = loss  # detached after the step: it would let another thread run here
+        self._record.loss = loss  # meter.py detaches it later: detach() here would let another thread run
         self._expected += traffic or Traffic()
 
     def _observe(self, model: Any, optimizer: Optimizer) -> list[Any]:
@@ -264,9 +264,9 @@ class Run:
     ) -> dict[str, Any]:
         """Print the report, write the trace, check the replicas; all ranks must call it.
 
-        `traffic` is what this rank should send by the script's formula each time that the ranks communicate,
-        which is in every step, or in every `sync_every`-th and the last. `extras` are the script's own
-        figures; the short report has what `rows` and `meaning` say: texts by their names, and a sentence.
+        `traffic` is what this rank should send, by the script's formula, in a step that communicates: in each
+        `sync_every`-th step (by default each step) and in the last. `extras` are the script's own figures;
+        the short report has what `rows` and `meaning` say: texts by their names, and a sentence.
 
         Raise WorkbookError at the end, on all ranks, if their models are not bitwise equal.
 

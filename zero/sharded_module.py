@@ -1,4 +1,4 @@
-"""Answer what a wrapper is asked beside training, for a module of which a rank has shards only.
+"""Name, clip, save and load the parameters of a module of which a rank has only shards.
 
 This is what train_zero3_textbook.py and train_zero3.py have in common beside the idea of ZeRO 3: which
 parameters belong to which block, names, clipping, the full state and checkpoints.

@@ -64,10 +64,10 @@ class FlatLayout:
         return [(p, place.view(p.shape)) for p, place in zip(self.parameters, places, strict=True)]
 
     def split(self, shard: Tensor) -> list[tuple[int, Tensor]]:
-        """Return for each parameter at which element this rank's shard of it starts, and a view of it.
+        """Return this rank's part of each parameter: the number of its first element, and a view of `shard`.
 
-        `shard` is this rank's part of a flat tensor. The view is empty, and starts at 0, if the parameter is
-        not in this rank's part.
+        `shard` is this rank's part of a flat tensor. Elements are numbered within their parameter.
+        For a parameter outside of this part, the number is 0 and the view is empty.
         """
         parts, offset = [], 0
         for size in self.sizes:
@@ -120,7 +120,7 @@ class FlatParameters:
         return self.full.untyped_storage().size() == 0
 
     def point_parameters_into(self, full: Tensor) -> None:
-        """Make the module's parameters views of a flat tensor."""
+        """Make each parameter of the module a view of its place in the flat tensor `full`."""
         for parameter, view in self.layout.views(full):
             parameter.data = view
 

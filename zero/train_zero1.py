@@ -1,28 +1,22 @@
-"""ZeRO, stage 1: every rank holds all parameters and gradients, but only an n-th of the optimizer's state.
+"""ZeRO, stage 1: the same as train_zero1_textbook.py, but gradients travel in buckets during the backward.
 
-      rank 0   gradients ─┐                 ┌─► shard 0 ─► optimizer, state 0 ─┐            ┌─► parameters
-      rank 1   gradients ─┼─ reduce-scatter ┼─► shard 1 ─► optimizer, state 1 ─┼ all-gather ┼─► parameters
-      rank 2   gradients ─┘      mean       └─► shard 2 ─► optimizer, state 2 ─┘            └─► parameters
+      compute        |  forward  |     backward     |      | step, own shards |                 |
+      on the wire                     |■■0■■||■■1■■||■■2■■|                   |■■ all-gathers ■■|
+                                      └ reduce-scatters of buckets
 
-In plain data parallel every rank computes the same update from the same optimizer state. But each number
-needs only one rank to update it. So each of the n ranks keeps the state of an n-th of the parameters, its
-shard, updates that, and sends the result to the others. An all-reduce is a reduce-scatter and then an
-all-gather; here the optimizer stands between the two. The all-gather has to wait for the step, and nothing
-hides it. A rank sends as many bytes as in plain data parallel (P = G); only the optimizer's state becomes
-smaller:
+As there, a rank needs P + G + O/n bytes of memory, and sends (n-1)/n (G + P) in a step (P, G, O: bytes of
+parameters, gradients and optimizer state). But its shard is an n-th of each bucket, and not of each
+parameter. The backward hides all reduce-scatters except for the last. The all-gathers have to wait for the
+step, and nothing hides them.
 
-      memory of a rank    P + G + O/n      bytes that a rank sends in a step    (n-1)/n (G + P)
-      P, G, O: bytes of parameters, gradients and optimizer state; AdamW in float32: 4, 4 and 8 per parameter
+The trick is in the memory (shards.py). The model's parameters become views of flat buckets. The inner
+optimizer is an ordinary one that trains this rank's shards of the parameters. Because they share the bucket's
+memory, its step writes into the bucket, and an all-gather of the shards changes the model. Gradients have a
+flat tensor of their own for each bucket, in the same layout.
 
-The trick is in the memory (shards.py). The model's parameters become views of flat buckets, and an n-th of
-each bucket is this rank's shard. The inner optimizer is an ordinary one that trains this rank's shards of
-the parameters. Because they share the bucket's memory, its step writes into the bucket, and an all-gather of
-the shards changes the model. Gradients have a flat tensor of their own for each bucket, in the same layout.
-
-train_zero1_textbook.py is the same without buckets. Here a gradient moves into its bucket (`_on_gradient`),
-a complete bucket is reduce-scattered while the backward continues (`_launch`), and `step` sends what is left,
-waits (`finish_gradient_sync`), updates and gathers. Parts of the technique: shards.py, the layout, and
-memory.py, the report.
+A gradient moves into its bucket (`_on_gradient`), a complete bucket is reduce-scattered while the backward
+continues (`_launch`), and `step` sends what is left, waits (`finish_gradient_sync`), updates and gathers.
+Parts of the technique: shards.py, the layout, and memory.py, the report.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020,
 https://arxiv.org/abs/1910.02054.
@@ -151,7 +145,7 @@ class ZeroOptimizer(ShardOptimizer):
             view.zero_()
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-        # Before the last microbatch, autograd adds the gradient of the next one to this one.
+        # While more microbatches follow, `grad` stays the view, to which autograd adds their gradients.
         parameter.grad = None if self.require_backward_grad_sync else view
 
     def _launch(self, bucket: Bucket) -> None:

@@ -1,21 +1,21 @@
 """ZeRO, stage 3 (fully sharded): a rank keeps an n-th of everything, and gathers the rest when it is needed.
 
-      forward    compute                | first  | block 0 | block 1 | block 2 | last   |
+      forward    compute                | embed  | block 0 | block 1 | block 2 | head   |
                  all-gather      root   | 0      | 1       | 2       |         |        |
 
-      backward   compute                | last   | block 2 | block 1 | block 0 | first  |
+      backward   compute                | head   | block 2 | block 1 | block 0 | embed  |
                  all-gather             |        | 1       | 0       |         |        |
                  reduce-scatter         |        |         | 2       | 1       |        | 0, root
 
 train_zero3_textbook.py gathers a block before its forward and before its backward, frees it afterwards, and
 waits for each message. Here messages are hidden behind computing. While one block computes, the next one is
 gathered (prefetched): in the forward the one registered after it, in the backward the one before it. A
-block's gradients are sent when the backward reaches the block before it; those of the first one and of the
-root when it has ended. These moments are the same on all ranks, also where a rank does not use all
+block's gradients are sent when the backward reaches the block before it; those of the first block and of the
+root when the backward has ended. These moments are the same on all ranks, also where a rank does not use all
 parameters.
 
-The root has the parameters that belong to no block, or to several: embeddings (first in the picture), the
-last norm and the head (last). It stays full from the start of the forward to the end of the backward,
+The root has the parameters that belong to no block, or to several: embeddings ("embed" in the picture), the
+last norm and the head ("head"). It stays full from the start of the forward to the end of the backward,
 because both need it at both ends. The last block stays full in between, too: the backward starts there.
 
       memory of a rank    (P + G + O)/n, and for a time full parameters of root and two blocks, and gradients
@@ -70,7 +70,7 @@ class Unit(FlatParameters):
 
     number = -1  # among the model's units; ranks must gather the same one
     _gathering: Work | None = None
-    _gathered_version = 0  # of the shard; torch counts what changes it, guard.py what fused optimizers do
+    _gathered_version = 0  # of the shard: torch counts its changes, and guard.py those by fused optimizers
 
     @property
     def is_full(self) -> bool:
@@ -119,7 +119,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     Call `finish_gradient_sync()` after the last backward: then the `grad` of each shard is the mean over
     ranks, with zeros for an unused parameter. With several microbatches, use `accumulate`
-    (train_naive_grad_accumulation.py), or do as it does: a forward ends the sending of the backward before.
+    (train_naive_grad_accumulation.py), or do as it does: each forward first completes the earlier gradients.
     """
 
     def __init__(

@@ -136,7 +136,8 @@ class Communicator:
         if not made:
             end(f"a deadlock, rank {rank} waits in ncclCommInitRank for the others of ranks {name}")
         self.gloo = made[0]
-        store.set(f"device of {rank}", str(device))
+        host = os.environ.get("NCCL_HOSTID", "")  # ranks with another one seem to be elsewhere
+        store.set(f"device of {rank}", f"{host} {device}")
         devices = {store.get(f"device of {other}") for other in ranks}
         if len(devices) < len(ranks):
             raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected : ranks {name} on {devices}")

@@ -1,11 +1,13 @@
 """Test the fake GPU itself: what a real one would do wrongly, or refuse, is an error here."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from comm.collectives import all_reduce
 from lab.cluster import Cluster
 from lab.ranks import RankError
 from tests.fake_gpu.ranks import on_gpus, run_script
@@ -115,11 +117,11 @@ def test_a_thread_that_has_chosen_no_device_may_not_wait_for_an_event():
     on_gpus(work, ranks=1)
 
 
-def two_groups_at_once(cluster: Cluster) -> None:
+def two_groups_at_once(cluster: Cluster, all_reduce: Any = dist.all_reduce) -> None:
     groups, x = [dist.new_group([0, 1]) for _ in range(2)], torch.ones(2, 2, device="cuda")
     for _ in range(20):
         pairs = zip(x, groups, strict=True)
-        under_way = [dist.all_reduce(row, group=group, async_op=True) for row, group in pairs]
+        under_way = [all_reduce(row, group=group, async_op=True) for row, group in pairs]
         for work in under_way:
             work.wait()
     torch.cuda.synchronize()
@@ -131,6 +133,15 @@ def test_operations_of_two_groups_that_begin_in_any_order_deadlock_where_there_i
     with pytest.raises(RankError):
         on_gpus(two_groups_at_once, **limits, NCCL_LAUNCH_ORDER_IMPLICIT="0")
     assert "a deadlock" in capfd.readouterr().err
+
+
+def test_on_gpus_of_amd_the_operations_of_one_group_wait_for_those_of_another():
+    def work(cluster: Cluster) -> None:
+        torch.version.hip = "7.0"
+        two_groups_at_once(cluster, all_reduce)
+
+    limits = {"FAKE_ORDER": "1", "FAKE_RESIDENT": "1", "FAKE_TIMEOUT": "3"}
+    on_gpus(work, **limits, NCCL_LAUNCH_ORDER_IMPLICIT="0")
 
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
