@@ -32,7 +32,7 @@ LAYERS = 2  # of the model
         ("local_sgd", 1),
         ("data_parallel_compressed --compress int8", 3),  # two are of its thread
         ("diloco --sync-every 2", 3),
-        ("hybrid", 3),
+        ("hybrid", 2),  # two stages
     ],
 )
 def test_the_host_waits_for_its_gpu_only_so_often_in_a_step(run: str, most: int):
