@@ -1,4 +1,4 @@
-"""Refuse, in one sentence, uses of a wrapper with which it would train wrongly, and raise no error.
+"""Refuse uses of a wrapper that would train wrongly without an error. A refusal is one sentence.
 
       when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or

@@ -64,7 +64,7 @@ def listen(store: dist.Store) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Connection:
-    """Return a connection to the rank that waits. Half a message of a stranger is not waited for."""
+    """Return a connection to the rank that waits. A stranger that sends half a message is left behind."""
     end, _ = listener.accept()
     watch_the_machine(end)
     if os.name == "posix":
