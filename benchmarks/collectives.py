@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 from benchmarks import side_by_side
 from benchmarks.side_by_side import Rows, Seconds, Step, medians, row, show
 from comm import collectives as c
+from comm.native import all_gather_single, reduce_scatter_single
 from comm.point_to_point import recv, send
 from comm.wire.shared_memory import is_possible
 from comm.wire.transport import use_transport
@@ -78,11 +79,11 @@ def calls_of(num_bytes: int) -> dict[str, dict[str, Step]]:
         "gather": (lambda: dist.gather(shard, parts), lambda p: c.gather(shard, out, pattern=p)),
         "reduce": (lambda: dist.reduce(one, 0), lambda p: c.reduce(one, pattern=p)),
         "all_gather": (
-            lambda: dist.all_gather_single(out, shard),
+            lambda: all_gather_single(out, shard),
             lambda p: c.all_gather(out, shard, pattern=p),
         ),
         "reduce_scatter": (
-            lambda: dist.reduce_scatter_single(shard, full),
+            lambda: reduce_scatter_single(shard, full),
             lambda p: c.reduce_scatter(shard, full, pattern=p),
         ),
         "all_reduce": (lambda: dist.all_reduce(one), lambda p: c.all_reduce(one, pattern=p)),

@@ -74,6 +74,7 @@ block four-mesh 90 ranks 4 hybrid_parallel/train_hybrid.py --steps 3 "${short[@]
 block four-hsdp 90 ranks 4 low_communication/train_hsdp.py --steps 3 "${short[@]}" --shard-size 2
 block killed-rank 60 survives 20 data_parallel/train_bucket_overlap.py --steps 100000 "${short[@]}"
 block gradients-of-one-process 240 "$PY" -m tests.fake_gpu -q -k 'test_techniques and (data_parallel or zero or ahead)'
+block pair-spans 60 ranks 2 benchmarks/gpu_spans.py
 block sanitizer 90 env TORCH_CUDA_SANITIZER=1 "${alone[@]}" data_parallel/train_bucket_overlap.py --steps 2 "${short[@]}"
 block mfu 90 "${alone[@]}" zero/train_zero3.py --steps 20 --size 13m --batch-size 64 --bf16
 block with-pytorch 120 "${alone[@]}" benchmarks/gpus.py --quick --bf16

@@ -21,6 +21,10 @@ from comm.wire.staging import In, goes_by_host
 from lab.trace import timeline
 from lab.trace.ledger import LEDGER
 
+# torch 2.11 has the older names only, which 2.13 deprecates.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Parts = tuple[list[int], list[int]]  # of an all-to-all: the elements from each rank, and to each rank
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -190,7 +194,7 @@ def _call_torch(header: Header, group: Group, flats: list[Any], parts: Parts | N
             parts_of_all = shards_of(full, n) if dist.get_rank(group) == root else None
             return dist.gather(shard, parts_of_all, group_dst=root, **how)
         case "all_gather":
-            return dist.all_gather_single(*flats, **how)
+            return all_gather_single(*flats, **how)
         case "all_to_all":
             return dist.all_to_all_single(*flats, *(parts or ()), **how)
         case "barrier":
@@ -210,5 +214,5 @@ def _call_torch(header: Header, group: Group, flats: list[Any], parts: Parts | N
         case "reduce":
             return dist.reduce(x, group_dst=root, **how)
         case "reduce_scatter":
-            return dist.reduce_scatter_single(flats[0], x, **how)
+            return reduce_scatter_single(flats[0], x, **how)
     return dist.all_reduce(x, **how)

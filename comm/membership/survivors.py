@@ -12,6 +12,7 @@ the new group does not form, or its first collective fails, and all agree again.
 any of their ranks take a majority vote (Ongaro and Ousterhout's Raft, 2014).
 """
 
+import dataclasses
 import gc
 import json
 import sys
@@ -20,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -44,7 +46,13 @@ class Survivors:
     def __init__(self, cluster: Cluster, patience: float, takes_back: bool = False) -> None:
         if not 0 < patience <= MAX_SECONDS / 7:
             raise WorkbookError(f"--patience {patience:g}: it is a number of seconds above 0, at most a day.")
-        self.cluster, self.name, self.patience = cluster, cluster.rank, patience
+        if cluster.device.type != "cpu" and cluster.is_main:
+            print(
+                "This script trains on the CPU: its ranks go on after a death, as only gloo's can.",
+                file=sys.stderr,
+            )
+        self.cluster = dataclasses.replace(cluster, device=torch.device("cpu"))
+        self.name, self.patience = cluster.rank, patience
         self.names, self.joins, self._round = list(range(cluster.world_size)), 0, 0
         key, has_died = f"comes back/{self.name}", not dist.is_initialized()
         number = int(cluster.store.get(key) if has_died else cluster.store.add(f"survivors/{self.name}", 1))

@@ -50,6 +50,11 @@ def test_a_run_resumes_from_its_checkpoint(script: str, tmp_path: Path):
     assert resumed["last_loss"] == pytest.approx(straight["last_loss"], rel=1e-6)
 
 
+def test_an_elastic_script_says_that_it_trains_on_the_cpu(capfd: pytest.CaptureFixture[str]):
+    run_script(SCRIPTS["hybrid_elastic"], *SHORT)
+    assert "This script trains on the CPU" in capfd.readouterr().err
+
+
 @pytest.mark.skipif(backend_for(2) != "nccl", reason="there are fewer GPUs than ranks")
 def test_with_nccl_a_transport_of_ours_is_refused(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(RankError):
