@@ -15,8 +15,9 @@ one query q, whose scores are s_j = q . k_j / sqrt(e) with heads of width e:
 So dq is a sum over the keys, and each block adds its terms. dk_j and dv_j are sums over the queries.
 
 `attend` and `attend_backward` write this out. `fused_attend` and its backward call PyTorch's attention for
-CPUs, which never stores the scores of all pairs; on other devices they do what the textbook does. All take
-`q_bhte`, and keys and values that may have fewer heads: then several query heads share one.
+CPUs or NVIDIA GPUs, which never stores the scores of all pairs. Where PyTorch has no such kernel, on a GPU in
+float64 or for some widths of a head and on other devices, they do what the textbook does. All take `q_bhte`,
+and keys and values that may have fewer heads: then several query heads share one.
 
 Shapes by suffix: b batch, h heads, t tokens, e width of a head.
 
@@ -28,7 +29,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention
 
 from context_parallel.sequence_cut import AttentionPart
 from lab.trace.observer import observe_calls
@@ -74,14 +77,21 @@ def _scores(q: Tensor, k: Tensor, part: AttentionPart) -> Tensor:
 
 def fused_attend(q: Tensor, k: Tensor, v: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
     """Do what `attend` does in one call of PyTorch: blocks of scores stay in the cache."""
-    if q.device.type != "cpu":
+    q, k, v = _rows(q, repeat_heads(k, q), repeat_heads(v, q))
+    if _has_gpu_kernel(q, k, v):
+        y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, _added(part, q), compute_log_sumexp=True, is_causal=part.is_causal
+        )
+        lse = lse[..., : q.shape[2]]  # PyTorch appends numbers, up to a multiple of 32
+    elif q.device.type == "cpu":
+        y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, is_causal=part.is_causal, attn_mask=_added(part, q)
+        )
+    else:
         return attend(q, k, v, part)
-    q, k, v = _rows(q, k, v)
-    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, repeat_heads(k, q), repeat_heads(v, q), is_causal=part.is_causal, attn_mask=_added(part, q)
-    )
-    if part.mask is not None:  # PyTorch returns 0 for a query without keys
-        lse = lse.masked_fill(~part.mask.any(-1), NO_KEY)
+    if part.mask is not None:  # what PyTorch returns for a query without keys depends on the kernel
+        has_key = part.mask.any(-1)
+        y, lse = y.where(has_key.unsqueeze(-1), 0), lse.where(has_key, NO_KEY)
     return y, lse
 
 
@@ -89,26 +99,42 @@ def fused_attend_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, part: AttentionPart
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what `attend_backward` does in one call of PyTorch."""
-    if q.device.type != "cpu":
+    dy, q, y, *kv = _rows(dy, q, y, repeat_heads(k, q), repeat_heads(v, q))
+    if _has_gpu_kernel(q, *kv):
+        # This kernel reads `y` as if it lay in memory as (b, t, h, e), and log-sum-exps in blocks of 32.
+        y = y.transpose(1, 2).contiguous().transpose(1, 2)
+        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
+        mask, unused = _added(part, q), q.new_empty((), dtype=torch.int64)  # a seed, but there is no dropout
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            dy, q, *kv, mask, y, lse, unused, unused, 0.0, [True, True, True, False], part.is_causal
+        )
+    elif q.device.type == "cpu":
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, *kv, y, lse, 0.0, part.is_causal, attn_mask=_added(part, q)
+        )
+    else:
         return attend_backward(dy, q, k, v, y, lse, part)
-    dy, q, y, k, v = _rows(dy, q, y, k, v)
-    keys, mask = (repeat_heads(k, q), repeat_heads(v, q)), _added(part, q)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, *keys, y, lse, 0.0, part.is_causal, attn_mask=mask
-    )
     return dq, sum_repeated(dk, k), sum_repeated(dv, v)
 
 
+def _has_gpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether PyTorch's memory-efficient attention for NVIDIA GPUs takes these tensors."""
+    params = SDPAParams(q, k, v, None, 0.0, False, False)  # no mask, no dropout, not causal, no shared heads
+    return torch.version.hip is None and can_use_efficient_attention(params)
+
+
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with the numbers of a head side by side, which PyTorch's kernel does not check."""
+    """Return the tensors with the numbers of a head side by side, which PyTorch's kernels do not check."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _added(part: AttentionPart, q: Tensor) -> Tensor | None:
-    """Return the mask as numbers to be added to the scores."""
+    """Return the mask as numbers to be added to the scores, for each head."""
     if part.mask is None:
         return None
-    return torch.zeros(part.mask.shape, dtype=q.dtype).masked_fill(~part.mask, -torch.inf)
+    mask = F.pad(part.mask, (0, -part.mask.shape[-1] % 16))  # on a GPU rows begin at multiples of 16
+    added = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+    return added[..., : part.mask.shape[-1]].expand(*q.shape[:2], -1, -1)
 
 
 class Kernel(NamedTuple):

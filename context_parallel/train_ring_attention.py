@@ -156,8 +156,8 @@ class Args(ContextArgs):
     """Which tokens a rank gets. contiguous: an n-th in a row; under the causal mask the last rank then has
     most to compute. zigzag: an early and a late chunk, so that all ranks compute equally much."""
     kernel: Literal["fused", "textbook"] = "fused"
-    """Who computes attention to a block of keys. fused: PyTorch's kernel on a CPU, but on a GPU the same as
-    textbook. textbook: plain tensor operations, which store the scores of all pairs."""
+    """Who computes attention to a block of keys. fused: PyTorch's kernel on a CPU or an NVIDIA GPU. textbook:
+    plain tensor operations, which store the scores of all pairs."""
     metronome: Annotated[str | None, arg(metavar="TIME")] = None
     """Replace attention by a clock: causal attention of a full sequence in one layer takes this time, such as
     40ms, and its backward twice that. A rank takes its part of it. Nothing is trained; messages stay real.

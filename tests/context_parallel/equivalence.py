@@ -70,10 +70,10 @@ def attending_pairs(length: int, is_causal: bool = True, documents: Tensor | Non
     return pairs if documents is None else pairs & (documents[:, :, None] == documents[:, None, :])
 
 
-def qkv(length: int, heads: int = 4, kv_heads: int | None = None) -> list[Tensor]:
-    """Return full q, k and v, and a gradient of the result, for two sequences; a head has 3 numbers."""
+def qkv(length: int, heads: int = 4, kv_heads: int | None = None, width: int = 3) -> list[Tensor]:
+    """Return full q, k and v, and a gradient of the result, for two sequences; a head has `width` numbers."""
     random = torch.Generator().manual_seed(length)
-    shapes = [(2, h, length, 3) for h in (heads, kv_heads or heads, kv_heads or heads, heads)]
+    shapes = [(2, h, length, width) for h in (heads, kv_heads or heads, kv_heads or heads, heads)]
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
 
 
@@ -84,18 +84,23 @@ def compare_attention(
     documents: Tensor | None = None,
     heads: int = 4,
     kv_heads: int | None = None,
+    width: int = 3,
+    dtype: torch.dtype = torch.float64,
+    rtol: float = 1e-9,
 ) -> None:
-    """Compare the attention of this rank's tokens, and its gradients, with one process."""
-    *full, dy = qkv(length, heads, kv_heads)
+    """Compare the attention of this rank's tokens, and its gradients, with one process (in float64)."""
+    *full, dy = (x.to(dtype).double() for x in qkv(length, heads, kv_heads, width))
     pairs = attending_pairs(length, documents=documents).unsqueeze(1)
     cut = variant.cut(length, cluster.world_size)
-    sequence = SharedSequence(None, cut, variant.kernel, documents)
+    on_device = None if documents is None else documents.to(cluster.device)
+    sequence = SharedSequence(None, cut, variant.kernel, on_device)
     own = lambda x: cut.own(x, cluster.rank, 2)  # noqa: E731
+    here = lambda x: own(x).to(cluster.device, dtype)  # noqa: E731
 
     results = []
     attend: Callable[..., Tensor]
     for attend, leaves, gradient in (
-        (lambda q, k, v: variant.attention(q, k, v, sequence, 0.0), [own(x) for x in full], own(dy)),
+        (lambda q, k, v: variant.attention(q, k, v, sequence, 0.0), [here(x) for x in full], here(dy)),
         (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, pairs, enable_gqa=True), full, dy),
     ):
         leaves = [x.clone().requires_grad_() for x in leaves]
@@ -105,4 +110,4 @@ def compare_attention(
         results.append({"y": y.detach()} | named)
     actual, expected = results
     what = f"{variant}, {length} tokens, {documents}, {cluster.world_size} ranks"
-    assert_same(actual, {name: own(x) for name, x in expected.items()}, what=f"result of {what},")
+    assert_same(actual, {name: own(x) for name, x in expected.items()}, rtol, what=f"result of {what},")

@@ -1,15 +1,27 @@
 """Attention to some keys gives results that can be joined, in plain tensor operations and in one call."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from context_parallel.block_attention import KERNELS, NO_KEY, join_results
+from context_parallel.block_attention import KERNELS, NO_KEY, Kernel, join_results
 from context_parallel.sequence_cut import AttentionPart
 from lab.check import assert_same
 from tests.context_parallel.equivalence import qkv
+from tests.context_parallel.gpu_kernel import gpu_kernel
 
 QUERIES, KEYS = 5, 7
+
+
+@pytest.fixture(params=[*KERNELS, "fused on a GPU"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    if request.param in KERNELS:
+        yield KERNELS[request.param]
+    else:
+        with gpu_kernel():
+            yield KERNELS["fused"]
 
 
 def blocks(kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,8 +53,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return exps @ v / total.clamp(min=1e-300).unsqueeze(-1), total.log()
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel):
+def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel: Kernel):
     q, k, v, _ = blocks()
     for border in (1, 3, 6):
         parts = [(k[:, :, own], v[:, :, own]) for own in (slice(0, border), slice(border, KEYS))]
@@ -70,9 +81,8 @@ def test_scores_that_exp_cannot_hold_are_joined():
     assert_same({"y": y, "lse": lse}, {"y": 2 * ones, "lse": far + torch.tensor(2.0).double().log()})
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: int):
+def test_attention_to_a_part_and_its_backward_equal_autograd(kernel: Kernel, kv_heads: int):
     for part in (EVERYTHING, MASKED, AttentionPart(slice(0, QUERIES), slice(0, QUERIES), is_causal=True)):
         q, k, v, dy = blocks(kv_heads)
         k, v = k[:, :, part.keys], v[:, :, part.keys]
@@ -96,16 +106,16 @@ def test_attention_to_a_part_and_its_backward_equal_autograd(kernel, kv_heads: i
         assert_same(found, expected, what=f"result of {kernel.attend.__name__} under {part},")
 
 
-def test_the_fused_kernel_takes_tensors_with_any_strides():
+def test_a_kernel_takes_tensors_with_any_strides(kernel: Kernel):
     q, k, v, dy = blocks()
-    textbook, fused = KERNELS["textbook"], KERNELS["fused"]
+    textbook = KERNELS["textbook"]
     turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v, dy)]
     y, lse = textbook.attend(q, k, v, EVERYTHING)
-    names, found = ("y", "lse"), fused.attend(*turned[:3], EVERYTHING)
+    names, found = ("y", "lse"), kernel.attend(*turned[:3], EVERYTHING)
     assert_same(dict(zip(names, found, strict=True)), {"y": y, "lse": lse}, what="result")
     one = torch.ones((), dtype=q.dtype).expand(q.shape)  # what the backward of sum() gives
     for own_dy, their_dy in ((turned[3], dy), (one, one)):
-        found = fused.backward(own_dy, *turned[:3], y, lse, EVERYTHING)
+        found = kernel.backward(own_dy, *turned[:3], y, lse, EVERYTHING)
         right = textbook.backward(their_dy, q, k, v, y, lse, EVERYTHING)
         names = ("dq", "dk", "dv")
         assert_same(dict(zip(names, found, strict=True)), dict(zip(names, right, strict=True)))

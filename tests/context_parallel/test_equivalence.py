@@ -27,6 +27,7 @@ from tests.context_parallel.equivalence import (
     gpt,
     text,
 )
+from tests.context_parallel.gpu_kernel import gpu_kernel
 from tests.equivalence import compare_with_one_process
 from tests.on_ranks import on_ranks
 from tests.tasks import heads_task
@@ -83,6 +84,16 @@ def test_attention_and_its_gradients_equal_one_process_under_any_mask(cluster: C
         for rows in (BORDERS[:2], BORDERS[2:]):
             documents = documents_with_borders(16, *rows)
             compare_attention(cluster, variant, 16, documents, heads, 2 * n)
+
+
+@on_ranks(1, 3)
+def test_ring_attention_with_the_kernel_of_a_gpu_equals_one_process(cluster: Cluster):
+    with gpu_kernel():
+        for variant in (RING, CONTIGUOUS_RING):
+            for length in (16, 3, 200):
+                compare_attention(cluster, variant, length, None, 4, 2)
+            for rows in (BORDERS[:2], BORDERS[2:]):
+                compare_attention(cluster, variant, 16, documents_with_borders(16, *rows), 4, 2)
 
 
 @pytest.mark.parametrize("n", [3, 4])
