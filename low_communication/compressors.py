@@ -50,6 +50,8 @@ class Compressor(ABC):
     def __init__(
         self, shapes: Sequence[Sequence[int]], group: Group = None, dtype: torch.dtype = torch.float32
     ) -> None:
+        if dtype.is_complex:
+            raise WorkbookError("Complex gradients cannot be compressed: take BucketDataParallel.")
         self.sizes, self.group = [math.prod(shape) for shape in shapes], group
         self.numel, self.dtype = sum(self.sizes), dtype
         self.ranks = dist.get_world_size(group)
@@ -60,6 +62,9 @@ class Compressor(ABC):
 
         All ranks call it for the same bucket. It returns when the mean is complete.
         """
+
+    def undo(self) -> None:  # noqa: B027 - most keep nothing
+        """Return to what was kept before the last call of `mean`."""
 
     @abstractmethod
     def traffic(self) -> Traffic:
@@ -204,6 +209,7 @@ class PowerSGD(Compressor):
             for i, (rows, columns) in enumerate(self.shapes)
             if (rows + columns) * rank < rows * columns
         }
+        self._qs_before = self.qs
 
     def mean(self, flat: Tensor) -> Tensor:
         whole = flat.to(self.dtype)
@@ -215,7 +221,7 @@ class PowerSGD(Compressor):
         ps = {i: matrices[i] @ orthonormal(q.to(whole)) for i, q in self.qs.items()}
         self._average([*ps.values(), *(matrices[i] for i in vectors)])
         ps = {i: orthonormal(p) for i, p in ps.items()}
-        self.qs = {i: matrices[i].T @ p for i, p in ps.items()}
+        self._qs_before, self.qs = self.qs, {i: matrices[i].T @ p for i, p in ps.items()}
         for i, p in ps.items():
             torch.mm(p, self.qs[i].T, out=own[i])
         self._average(list(self.qs.values()))
@@ -223,6 +229,9 @@ class PowerSGD(Compressor):
             torch.mm(p, self.qs[i].T, out=matrices[i])
         flat.copy_(whole)
         return sent.to(flat.dtype)
+
+    def undo(self) -> None:
+        self.qs = self._qs_before
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each tensor in the bucket, as a matrix."""

@@ -20,7 +20,9 @@ compressors.py. At best a step takes
 
 With less on the wire, the time to compress counts, and each step learns less from its gradient. So compare
 the time to a loss, and not the time of a step (benchmarks/sending_less.py). What remains takes as much memory
-as the gradients. Neither it nor PowerSGD's matrices are in a checkpoint: a resumed run begins without them.
+as the gradients; from the backward to `finish_gradient_sync()` twice as much, because a step that overflows
+must leave no trace. Neither it nor PowerSGD's matrices are in a checkpoint: a resumed run begins without
+them. A GradScaler that changes its scale changes the unit of what remains, once by a factor of two.
 
 Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014, and, with a proof,
 Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847. torch has
@@ -40,6 +42,7 @@ from comm.script import start
 from data_parallel.train_bucket_overlap import Bucket, BucketArgs, BucketDataParallel
 from data_parallel.train_naive_grad_accumulation import accumulate
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from low_communication.compressors import COMPRESSORS, Compressor, Float32
@@ -69,16 +72,24 @@ class CompressedDataParallel(BucketDataParallel):
         **options: Any,
     ) -> None:
         super().__init__(module, group, bucket_mb)
+        if error_feedback and any(p.dtype == torch.float16 for p in self.trained):
+            raise WorkbookError("What remains may be too large for float16: take bfloat16 or float32.")
+        self._compress, self._options = compress, options
+        self.error_feedback, self.is_compressing = error_feedback, True
+        self.restart()
+        self._thread = BackgroundThread("compress")
+
+    def restart(self) -> None:
+        """Begin without anything that remains, as after loading a checkpoint."""
         self.compressors: dict[Bucket, Compressor] = {}
         self.uncompressed: dict[Bucket, Compressor] = {}
         for bucket in self.buckets:
-            shapes = [shape_in_memory(view) for view in bucket.views.values()]
-            how = shapes, group, bucket.flat.dtype
-            self.compressors[bucket] = COMPRESSORS[compress](*how, **options)
+            how = [shape_in_memory(view) for view in bucket.views.values()], self.group, bucket.flat.dtype
+            self.compressors[bucket] = COMPRESSORS[self._compress](*how, **self._options)
             self.uncompressed[bucket] = Float32(*how)
-        self.error_feedback, self.is_compressing = error_feedback, True
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
-        self._thread = BackgroundThread("compress")
+        self._unsent: dict[Bucket, Tensor] = {}  # of this step
+        self._is_finite = True  # all means of this step
 
     @property
     def in_use(self) -> dict[Bucket, Compressor]:
@@ -98,7 +109,18 @@ class CompressedDataParallel(BucketDataParallel):
         gradient = bucket.flat.clone()
         sent = self.in_use[bucket].mean(bucket.flat)
         if self.error_feedback:
-            self.remaining[bucket] = gradient.sub_(sent)
+            self._unsent[bucket] = gradient.sub_(sent)
+        self._is_finite &= bool(bucket.flat.isfinite().all())
+
+    def finish_gradient_sync(self) -> None:
+        """Complete the means. A step with one that is inf or NaN is worth nothing, and leaves no trace."""
+        super().finish_gradient_sync()
+        if self._is_finite:
+            self.remaining = self._unsent
+        else:
+            for compressor in self.in_use.values():
+                compressor.undo()
+        self._unsent, self._is_finite = {}, True
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step such as the last one."""

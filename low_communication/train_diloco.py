@@ -100,6 +100,8 @@ class StreamingDiLoCo(nn.Module):
     are not sent again.
     """
 
+    takes_loads = False  # the anchor would stay as it was
+
     def __init__(
         self,
         module: nn.Module,

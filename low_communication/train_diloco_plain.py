@@ -51,6 +51,8 @@ class DiLoCo(nn.Module):
     are supported. Buffers become rank 0's at wrapping, and are not sent again.
     """
 
+    takes_loads = False  # the anchor would stay as it was
+
     def __init__(
         self, module: nn.Module, group: Group = None, outer_lr: float = 0.7, outer_momentum: float = 0.9
     ) -> None:

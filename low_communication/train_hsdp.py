@@ -77,33 +77,26 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         self.replicas = replicas
         for tensor in [*module.buffers(), *(unit.flat_shard for unit in self.units)]:
             broadcast(tensor, root=0, group=replicas)
-        self._of_machine: dict[Unit, Tensor] = {}  # gradients of a shard, not yet averaged over machines
+        self._in_machine: dict[Unit, None] = {}  # units whose gradients are not yet averaged over machines
         self._averaging: list[tuple[Unit, Tensor, Work]] = []
         self.require_backward_grad_sync = True  # DDP's name; False in all microbatches but the last
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        output = super().forward(*inputs, **options)  # which ends the backward before
-        self._is_last = self.require_backward_grad_sync
-        return output
-
     def _keep(self, unit: Unit, mine: Tensor) -> None:
-        """Start to average the machine's mean gradients of a unit over machines."""
-        if unit in self._of_machine:
-            mine += self._of_machine[unit]
-        self._of_machine[unit] = mine
-        if self._is_last:  # those of earlier microbatches do not leave the machine
+        """Add the machine's mean gradients of a unit to the shards, and start to average over machines."""
+        super()._keep(unit, mine)
+        self._in_machine[unit] = None
+        if self.require_backward_grad_sync:  # those of earlier microbatches do not leave the machine
             self._average(unit)
 
     def _average(self, unit: Unit) -> None:
         """Start to average the gradients of this rank's shard over machines."""
-        mine = self._of_machine.pop(unit)
-        work = all_reduce(mine, "mean", self.replicas, async_op=True)
-        self._averaging.append((unit, mine, work))
+        del self._in_machine[unit]
+        mine = unit.layout.take_gradient(unit.shards, unit.full.dtype)
+        self._averaging.append((unit, mine, all_reduce(mine, "mean", self.replicas, async_op=True)))
 
     def finish_gradient_sync(self) -> None:
         """Wait until the `grad` of each shard is the mean over all ranks."""
-        self.end_backward()
-        for unit in list(self._of_machine):  # no last microbatch has sent these
+        for unit in list(self._in_machine):  # no last microbatch has sent these
             self._average(unit)
         for unit, mine, work in self._averaging:
             work.wait()

@@ -56,12 +56,17 @@ class Trained:
             self.model = self.syncing = wrapper.make(module, **options)
             self.optimizer = optimizer_class(self.model.parameters(), **defaults)
 
-    def accumulate(self, loss: Loss, batch: Sequence[Tensor], microbatches: int = 1) -> Tensor:
-        """Compute the gradients of a step from this rank's part of the batch, and return its loss."""
+    def accumulate(
+        self, loss: Loss, batch: Sequence[Tensor], microbatches: int = 1, is_complete: bool = True
+    ) -> Tensor:
+        """Compute the gradients of a step from this rank's part of the batch, and return its loss.
+
+        Unless it `is_complete`, more microbatches are to follow.
+        """
         wrapper, losses = self.wrapper, []
         parts = list(zip(*(part.chunk(microbatches) for part in batch), strict=True))
         for i, (x, y) in enumerate(parts):
-            is_last = i == len(parts) - 1
+            is_last = is_complete and i == len(parts) - 1
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(is_last)
             elif wrapper.stage != 2:

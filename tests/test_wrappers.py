@@ -284,6 +284,48 @@ def test_after_an_error_in_a_backward_finish_gradient_sync_and_zero_grad_let_tra
         assert_same({key: change[key] for key in expected}, expected, what=f"gradient of {wrapper}")
 
 
+def any_task(wrapper: Wrapper) -> Task:
+    return heads_task() if wrapper.takes_full_batch else BRANCHES
+
+
+@for_each(select(by_torch=False))
+@on_ranks(2)
+def test_a_microbatch_or_a_step_that_is_given_up_leaves_no_trace(cluster: Cluster, wrapper: Wrapper):
+    task = any_task(wrapper)
+    batch = task.batch(cluster.world_size)
+    own = batch if wrapper.takes_full_batch else mine(cluster, batch)
+    ours = Trained(wrapper, task.make(0))
+    for microbatches, is_complete in ((2, True), (1, False), (2, False)):
+        ours.accumulate(
+            task.loss,
+            [2 * part if part.is_floating_point() else part for part in own],
+            microbatches,
+            is_complete,
+        )
+        ours.optimizer.zero_grad()
+    ours.accumulate(task.loss, own, 2)
+    change = ours.step()
+    expected = one_process(task.make(0), lambda model: task.loss(model, *batch))
+    assert_same({key: change[key] for key in expected}, expected)
+
+
+@for_each(select(by_torch=False))
+@on_ranks(2)
+def test_a_state_that_is_loaded_after_wrapping_is_trained_from_there(cluster: Cluster, wrapper: Wrapper):
+    task = any_task(wrapper)
+    batch = task.batch(cluster.world_size)
+    ours, state = Trained(wrapper, task.make(cluster.rank)), task.make(7).state_dict()
+    load = ours.model.load_full_state_dict if wrapper.is_divided else ours.module.load_state_dict
+    for _ in range(2):  # the second time when the wrapper has trained
+        load(state)
+        assert_same(ours.state(), state, 0)
+        ours.optimizer.zero_grad()
+        ours.accumulate(task.loss, batch if wrapper.takes_full_batch else mine(cluster, batch))
+        change = ours.step()
+        expected = one_process(task.make(7), lambda model: task.loss(model, *batch))
+        assert_same({key: change[key] for key in expected}, expected)
+
+
 @on_ranks(4)
 def test_a_copy_of_a_wrapper_with_a_group_of_its_own_sends_in_the_same_group(cluster: Cluster):
     group = in_pairs(cluster)[0]
@@ -379,6 +421,19 @@ def goes_backward_after_a_step(wrapper: Wrapper) -> None:
     loss.backward()
 
 
+def goes_backward_with_old_gradients(wrapper: Wrapper) -> None:
+    ours = finished(wrapper)
+    ours.optimizer.step()
+    ours.module.zero_grad()  # not that of the optimizer, or of the wrapper
+    backward(ours)
+
+
+def freezes_shards(wrapper: Wrapper) -> None:
+    ours = blocks(wrapper)
+    ours.model.requires_grad_(False)
+    backward(ours)
+
+
 def adds_a_group(wrapper: Wrapper) -> None:
     blocks(wrapper).optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -459,6 +514,17 @@ REFUSED: list[tuple[Callable[[Wrapper], object], Sequence[Wrapper], str]] = [
     (lambda wrapper: copy.deepcopy(finished(wrapper).model), ZERO3, "full_state_dict"),
     (lambda wrapper: blocks(wrapper).model.state_dict(), ZERO3, "full_state_dict"),
     (lambda wrapper: blocks(wrapper).optimizer.state_dict(), [named("zero1")], "its own shards only"),
+    (
+        goes_backward_with_old_gradients,
+        [*select(is_optimizer=True), *select(stage=3, by_torch=False)],
+        "does not find shards",
+    ),
+    (freezes_shards, select(stage=3, by_torch=False), "^A shard was frozen or unfrozen after wrapping"),
+    (
+        lambda wrapper: blocks(wrapper).module.load_state_dict(Blocks().state_dict()),
+        select(stage=3, by_torch=False),
+        "load_full_state_dict",
+    ),
     (adds_a_group, [named("zero2")], "all of them at once"),
     (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ZERO3, "no buffers"),
 ]

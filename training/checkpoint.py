@@ -56,6 +56,7 @@ from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
 from training.finite import not_finite
+from training.loads import before_loading
 from training.state_shards import Place, StateShard, tensors_and_numbers, tensors_to_load, write
 from training.validate import validate_shared_folder
 
@@ -91,14 +92,14 @@ class Checkpoints:
         extra = json.loads(json.dumps(extra))  # a copy: the run may change it
         held: dict[str, Tensor] = {}
 
-        def describe() -> tuple[int, list[str], str]:
+        def describe() -> tuple[int, dict[str, int], str]:
             self.join()
             tensors, numbers = tensors_and_numbers(shards)
             held.update((json.dumps(shard.place), shard.elements()) for shard in tensors if shard.numel)
-            return next_number(self._folder), list(held), json.dumps(numbers)
+            return next_number(self._folder), fingerprints(held), json.dumps(numbers)
 
         everyones = on_all("save a checkpoint", describe)
-        savers = shared_out([names for _, names, _ in everyones])
+        savers = shared_out([prints for _, prints, _ in everyones])
         numbers = {name: one for _, _, of_rank in everyones for name, one in json.loads(of_rank).items()}
         manifest = {"number": everyones[0][0], "format": FORMAT, "extra": extra}
         manifest |= {"numbers": numbers, "savers": savers}
@@ -172,31 +173,55 @@ class Checkpoints:
             raise WorkbookError(
                 f"{found.folder} is of another model: it has {left[0]}, and this run does not"
             )
+        before_loading(shard.tensor for shard in wanted)
         on_all(f"load {found.folder}", lambda: fill_shards(found, wanted))
 
 
-def shared_out(names_of_ranks: list[list[str]]) -> dict[str, int]:
+def fingerprints(held: dict[str, Tensor]) -> dict[str, int]:
+    """Return a sum of the bits of each tensor, by which ranks notice that they hold different values."""
+    sums = {name: bits(tensor).sum(dtype=torch.int64) for name, tensor in held.items()}
+    gpu = next((one.device for one in sums.values() if one.is_cuda), None)
+    together = torch.stack([one.to(gpu) for one in sums.values()]).tolist() if sums else []  # one host wait
+    return dict(zip(sums, together, strict=True))
+
+
+def shared_out(prints_of_ranks: list[dict[str, int]]) -> dict[str, int]:
     """Return the rank that saves each shard: of those that have it, the one with least to save so far.
 
-    Raise WorkbookError unless the shards of each tensor have all of its elements once.
+    Raise WorkbookError unless the shards of each tensor have all of its elements once, and ranks that hold
+    the same shard have the same values. Only of buffers, rank 0's are taken (docs/design.md).
     """
     holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(names_of_ranks):
-        for name in names:
+    for rank, prints in enumerate(prints_of_ranks):
+        for name in prints:
             holders.setdefault(name, []).append(rank)
-    elements, savers = [0] * len(names_of_ranks), {}
+    elements, savers = [0] * len(prints_of_ranks), {}
     places: dict[str, list[Place]] = {}
     for name, ranks in holders.items():
         place = Place(*json.loads(name))
         places.setdefault(place.name, []).append(place)
-        # Replicas may have other buffers, and those of one rank belong together.
-        savers[name] = ranks[0] if place.name.startswith("buffer/") else min(ranks, key=elements.__getitem__)
+        if place.name.startswith("buffer/"):  # those of one rank belong together
+            savers[name] = ranks[0]
+        elif len({prints_of_ranks[rank][name] for rank in ranks}) == 1:
+            savers[name] = min(ranks, key=elements.__getitem__)
+        else:
+            raise WorkbookError(
+                f"ranks have different values of {place.name}, and a checkpoint has one: save when all "
+                "replicas are equal"
+            )
         elements[savers[name]] += place.end - place.start
     for name, parts in places.items():
         numel = sum(place.end - place.start for place in parts)
         if numel != math.prod(parts[0].shape) or any(a.overlaps(b) for a, b in combinations(parts, 2)):
             raise WorkbookError(f"the shards of {name} leave out some of its elements, or have some twice")
     return savers
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the tensor's bits as integers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return real.view(sizes[real.itemsize])
 
 
 def refuse_diverged(tensors: dict[str, Tensor]) -> None:

@@ -21,8 +21,7 @@ All ranks run one program, so each notices its mistakes alone; only for inputs d
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,8 @@ from lab.check import state_digest
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import LEDGER
 from training.elementwise import Shard, refuse_unless_elementwise
+from training.loads import watch_loads
+from training.shard_guard import observe_calls, watch_shards
 
 SPARSE = "has sparse gradients, which have another size on each rank: leave sparse=True out."
 Watched = TypeVar("Watched")
@@ -91,16 +92,12 @@ class Guard:
         self._accepted = weakref.WeakSet[Optimizer]()
         self._sends_in_the_backward = hasattr(wrapper, "require_backward_grad_sync")
         if shards:
-            _refuse_calls(wrapper)
-        if hasattr(wrapper, "compute_dtype"):
-            refuse_what_shards_cannot(wrapper)
-            wrapper.register_forward_pre_hook(lambda wrapper, _: refuse_what_shards_cannot(wrapper))
-        if isinstance(wrapper, nn.Module) and shards:
-            _compare_versions(wrapper, shards)
+            watch_shards(wrapper, shards)
+        watch_loads(wrapper, module)
         if isinstance(wrapper, nn.Module):  # hooks use their argument, which may be a copy of it
             wrapper.register_forward_pre_hook(lambda wrapper, _: self.refuse_changes(wrapper.module))
             wrapper.register_forward_hook(_mark_output)
-            _observe_calls(wrapper, "clip_grad_norm_", self.before_step)  # an optimizer's ends all before it
+            observe_calls(wrapper, "clip_grad_norm_", self.before_step)  # an optimizer's ends all before it
         else:
             refuse_unless_elementwise(type(wrapper.inner), wrapper.inner.defaults)
             self._accepted.add(wrapper.inner)
@@ -116,7 +113,7 @@ class Guard:
             _compare_first_inputs(wrapper)
         if getattr(wrapper, "returns_shard", False):
             wrapper.register_forward_hook(_mark_output_as_shard)
-        _observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
+        observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
 
     def is_concerned(self, optimizer: Optimizer, trained: set[Tensor]) -> bool:
         """Return whether the optimizer trains something of the wrapper, and is not the wrapper itself."""
@@ -186,51 +183,6 @@ class Guard:
         self._accepted.add(optimizer)
 
 
-def _observe_calls(
-    wrapper: Any, name: str, before: Callable[[], None], after: Callable[[], None] = lambda: None
-) -> None:
-    """Let `before()` and `after()` run around each call of the object's method, if it has it."""
-    method = getattr(wrapper, name, None)
-    if method is None:
-        return
-
-    @functools.wraps(method)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        before()
-        result = method(*args, **kwargs)
-        after()
-        return result
-
-    setattr(wrapper, name, observed)
-
-
-def _refuse_calls(wrapper: Any) -> None:
-    """Refuse what torch's methods would do with the rank's shards only."""
-    refused = {
-        "state_dict": "A rank has shards of the parameters only: call full_state_dict() on all ranks.",
-        "__deepcopy__": "Shards cannot be copied with their hooks: copy the full_state_dict() of all ranks.",
-    }
-    if isinstance(wrapper, Optimizer):
-        refused = {
-            "state_dict": "A rank has optimizer state of its own shards only: save `state_shards(model)`.",
-            "add_param_group": "ZeRO has divided the parameters already: give it all of them at once.",
-        }
-
-    def refuse(sentence: str, *_: Any, **__: Any) -> NoReturn:
-        raise WorkbookError(sentence)
-
-    for name, sentence in refused.items():
-        setattr(wrapper, name, functools.partial(refuse, sentence))
-
-
-def refuse_what_shards_cannot(wrapper: Any) -> None:
-    """Raise WorkbookError if the module has buffers that must be cast, or compiled parts."""
-    if wrapper.compute_dtype is not None and any(b.is_floating_point() for b in wrapper.module.buffers()):
-        raise WorkbookError("compute_dtype casts no buffers, such as those of BatchNorm: leave it out.")
-    if any(part._compiled_call_impl is not None for part in wrapper.modules()):
-        raise WorkbookError("ZeRO 3 frees parameters, which compiled code does not see: drop compile().")
-
-
 def parameters_of(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return by name what must not change of each parameter."""
     named = module.named_parameters(remove_duplicate=False)
@@ -246,24 +198,6 @@ def _mark_output(module: nn.Module, inputs: Any, output: Any) -> None:
 
 def _mark_output_as_shard(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.as_subclass(Shard)
-
-
-def _compare_versions(wrapper: nn.Module, shards: Iterable[Any]) -> None:
-    """Let each backward compare the shards, which it gathers again, with those of its forward."""
-    versions: dict[Any, int] = {}  # torch counts the changes of a tensor
-
-    def note(*_: Any) -> None:
-        if torch.is_grad_enabled():
-            versions.update((shard, shard.tensor._version) for shard in shards)
-
-    def compare(shard: Any, _: Tensor) -> None:
-        if versions.get(shard) != shard.tensor._version:
-            raise WorkbookError("The optimizer has stepped between a forward and its backward.")
-
-    wrapper.register_forward_hook(note)
-    for shard in shards:
-        if shard.parameter.requires_grad:
-            shard.parameter.register_hook(functools.partial(compare, shard))
 
 
 def _compare_first_inputs(wrapper: nn.Module) -> None:

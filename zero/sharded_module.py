@@ -48,6 +48,9 @@ class ShardedModule(nn.Module):
         names = self.names()
         yield from ((names[shard.parameter], shard.tensor) for shard in self.parameter_shards)
 
+    def finish_gradient_sync(self) -> None:
+        """Do nothing: the end of each backward has completed the gradients, which `zero_grad()` may drop."""
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
         return clip_grad_norm_(self.parameters(), max_norm, [self.group])

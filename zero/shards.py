@@ -94,6 +94,15 @@ class FlatLayout:
                 part = part.view_as(one.tensor).to(one.tensor.dtype)
                 one.tensor.grad = part if one.tensor.grad is None else one.tensor.grad + part
 
+    def take_gradient(self, shards: list[ParameterShard], dtype: torch.dtype) -> Tensor:
+        """Move the shards' gradients into this rank's part of a flat gradient, and return it."""
+        flat = shards[0].tensor.new_zeros(self.mine.stop - self.mine.start, dtype=dtype)
+        for one, (_, part) in zip(shards, self.split(flat), strict=True):
+            if one.tensor.grad is not None:
+                part.copy_(one.tensor.grad.flatten())
+                one.tensor.grad = None
+        return flat
+
 
 class FlatParameters:
     """Has some parameters in a flat tensor `full`, which may be freed, and this rank's `flat_shard` of it.

@@ -50,7 +50,7 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.gradients import is_in_backward
+from training.gradients import after_backward, is_in_backward
 from training.guard import guarded
 from training.run import Run
 from zero.memory import owned, shares_of
@@ -117,9 +117,8 @@ class FullyShardedDataParallel(ShardedModule):
     ranks must run the same blocks. With `compute_dtype`, parameters and inputs are cast to it for computing
     and for sending, and outputs are cast back; shards and optimizer keep the dtype of the parameters.
 
-    Call `finish_gradient_sync()` after the last backward: then the `grad` of each shard is the mean over
-    ranks, with zeros for an unused parameter. With several microbatches, use `accumulate`
-    (train_naive_grad_accumulation.py), or do as it does: each forward first completes the earlier gradients.
+    After a backward the `grad` of each shard is the mean over ranks, with zeros for an unused parameter; the
+    means of several microbatches add up.
     """
 
     def __init__(
@@ -151,8 +150,9 @@ class FullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, whose hooks gather the root and the blocks."""
-        if torch.is_grad_enabled():
-            self.end_backward()  # of the microbatch before
+        if self._has_backward:  # an error has ended it, and its gradients are worth nothing
+            self.end_backward()
+            self.zero_grad()
         return self.compute(inputs, options)
 
     def _before_forward(self, i: int, *_: Any) -> None:
@@ -180,7 +180,9 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _before_backward(self, i: int, _: Tensor) -> None:
         """Wait for the block's parameters, prefetch, and send the gradients of the block before it."""
-        self._has_backward = True
+        if not self._has_backward:
+            self._has_backward = True
+            after_backward(self.end_backward)
         done: list[Unit] = []
         # Once per block: each of its outputs has this hook. The root is sent at the end.
         if i > 0 and self._current is not self.blocks[i]:
@@ -212,14 +214,8 @@ class FullyShardedDataParallel(ShardedModule):
         """Add this rank's part of the mean gradients to that of earlier microbatches."""
         unit.layout.add_gradient(unit.shards, mine)
 
-    def finish_gradient_sync(self) -> None:
-        """Complete the mean over ranks, which is then the `grad` of each shard."""
-        self.end_backward()
-
     def end_backward(self) -> None:
-        """Free all parameters, and average the gradients that are left of a backward, if there was one."""
-        if not self._has_backward:
-            return
+        """Free all parameters, and average the gradients that are left of the backward."""
         for unit in self.units:
             unit.free()
         self._reduce(self._current)

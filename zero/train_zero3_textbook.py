@@ -40,7 +40,7 @@ from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.gradients import is_in_backward
+from training.gradients import after_backward, is_in_backward
 from training.guard import guarded
 from training.run import Run
 from zero.memory import owned, shares_of
@@ -73,8 +73,8 @@ class TextbookFullyShardedDataParallel(ShardedModule):
 
     Train them with any optimizer that updates each number on its own, such as SGD or Adam. The blocks are the
     members of each outermost ModuleList and Sequential. All ranks must run the same blocks, and blocks and
-    module must return one tensor. After `finish_gradient_sync()` the `grad` of each shard is the mean over
-    ranks, with zeros for an unused parameter of a block that was used. Microbatches add up.
+    module must return one tensor. After a backward the `grad` of each shard is the mean over ranks, with
+    zeros for an unused parameter of a block that was used. Microbatches add up.
     """
 
     def __init__(self, module: nn.Module, group: Group = None) -> None:
@@ -94,8 +94,10 @@ class TextbookFullyShardedDataParallel(ShardedModule):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, whose hooks gather and free the root and the blocks."""
-        self.finish_gradient_sync()  # of the microbatch before
-        return self.module(*inputs, **options)
+        output = self.module(*inputs, **options)
+        if output.requires_grad:
+            output.register_hook(lambda _: after_backward(self.end_backward))
+        return output
 
     def _after_forward(self, unit: Unit, part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """Free the block's parameters, and notice when the backward reaches its output."""
@@ -113,7 +115,7 @@ class TextbookFullyShardedDataParallel(ShardedModule):
                 block.end_backward()
         unit.gather()
 
-    def finish_gradient_sync(self) -> None:
+    def end_backward(self) -> None:
         """End the backward of the first block, and then of the root: all gradients are averaged."""
         for unit in reversed(self.units):
             unit.end_backward()

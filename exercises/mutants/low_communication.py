@@ -45,6 +45,15 @@ mutant(
 )
 
 mutant(
+    "powersgd_of_an_overflow",
+    "After an overflow all gradients are NaN: the next step begins with the matrices that it has left.",
+    target="low_communication.compressors.PowerSGD.undo",
+    changes={"self.qs = self._qs_before": "pass"},
+    killer=COMPRESSED + "test_a_step_that_overflows_on_one_rank_is_lost_and_no_other",
+    symptom="With PowerSGD and a GradScaler no step is ever taken again after the first overflow.",
+)
+
+mutant(
     "powersgd_not_orthonormal",
     "With PowerSGD gradients soon are not finite: P's columns are not orthonormal, so P Q^T is far from M.",
     target="low_communication.compressors.PowerSGD.mean",
@@ -81,6 +90,19 @@ mutant(
     changes={"self.steps = 0": "self.steps = 0\noptimizer.state.clear()"},
     killer=AVERAGING + "test_two_ranks_equal_workers_in_one_process[local SGD]",
     symptom="The replicas are equal, but the losses are not those of torch's averager.",
+)
+
+mutant(
+    "diloco_anchor_before_a_load",
+    "Weights that are loaded after wrapping are overshot: the anchor is still that of the weights before.",
+    target="training.loads._before_load",
+    changes={
+        'if not getattr(wrapper, "takes_loads", True):': (
+            "if not hasattr(wrapper, 'restart'):\n    return\nif False:"
+        )
+    },
+    killer=AVERAGING + "test_diloco_refuses_to_load_after_wrapping_as_its_anchor_would_stay_behind",
+    fails_with="DID NOT RAISE",
 )
 
 mutant(
@@ -168,6 +190,22 @@ mutant(
 )
 
 HSDP = "tests/low_communication/test_hsdp.py::"
+
+mutant(
+    "hsdp_keeps_a_microbatch_that_is_given_up",
+    "A microbatch that was given up is learned in the next step: its gradients are not where zero_grad() is.",
+    target="low_communication.train_hsdp.HybridShardedDataParallel._keep",
+    changes={
+        "super()._keep(unit, mine)": (
+            "mine = mine + unit.__dict__.pop('partial', 0)\n"
+            "if not self.require_backward_grad_sync:\n"
+            "    unit.partial = mine\n"
+            "    return\n"
+            "super()._keep(unit, mine)"
+        )
+    },
+    killer="tests/test_wrappers.py::test_a_microbatch_or_a_step_that_is_given_up_leaves_no_trace[hsdp]",
+)
 
 mutant(
     "hsdp_groups_swapped",

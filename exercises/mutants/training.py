@@ -39,6 +39,14 @@ mutant(
 )
 
 mutant(
+    "checkpoint_of_several_replicas",
+    "A checkpoint in the middle of a round is a mixture: some weights are one rank's, others another's.",
+    target="training.checkpoint.shared_out",
+    changes={"elif len({prints_of_ranks[rank][name] for rank in ranks}) == 1:": "elif True:"},
+    killer=CHECKPOINT + "test_shards_of_which_ranks_have_different_values_make_no_checkpoint",
+)
+
+mutant(
     "checkpoint_of_a_run_that_has_diverged",
     "The last good checkpoint is gone: one whose weights are not finite has replaced it.",
     target="training.checkpoint.Checkpoints._write",
@@ -75,7 +83,7 @@ mutant(
     target="training.state_shards.trained_shards",
     changes={"trained, **where, optimizer=": 'trained, where.get("shape"), optimizer='},
     killer=CHECKPOINT + "test_the_state_of_an_optimizer_lies_where_its_parameter_does",
-    fails_with="leave out some of its elements",
+    fails_with="and a checkpoint has one",
 )
 
 mutant(

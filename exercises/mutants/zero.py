@@ -130,6 +130,15 @@ mutant(
 )
 
 mutant(
+    "zero3_trains_what_is_frozen",
+    "Weights that a user has frozen are trained: the shard was frozen, and the full parameter was not.",
+    target="training.shard_guard._refuse_frozen",
+    changes={"if shard.tensor.requires_grad != shard.parameter.requires_grad:": "if False:"},
+    killer=WRAPPERS + "test_what_would_train_wrongly_is_refused_in_a_sentence",
+    fails_with="DID NOT RAISE",
+)
+
+mutant(
     "zero3_last_block_not_sent",
     "The first block learns from the examples of the step before: its gradients miss the end of a step.",
     target="zero.train_zero3.FullyShardedDataParallel.end_backward",

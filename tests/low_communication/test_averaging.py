@@ -3,6 +3,7 @@
 Their ranks equal workers in one process, whose outer optimizer is torch's SGD, in each step.
 """
 
+import copy
 import itertools
 from typing import Any
 
@@ -37,7 +38,10 @@ from tests.low_communication.equivalence import (
     train_step,
 )
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal
 from tests.tasks import Odd, gpt
+from training.checkpoint import Checkpoints
+from training.state_shards import plain_shards
 
 
 def compare(
@@ -361,3 +365,23 @@ def test_what_would_train_wrongly_is_refused_in_a_sentence(cluster: Cluster):
         with pytest.raises(WorkbookError, match=r"first.weight was added, .*frozen.* after wrapping"):
             changed(torch.ones(1, 7).double())
     dist.barrier()
+
+
+@on_ranks(2)
+def test_diloco_refuses_to_load_after_wrapping_as_its_anchor_would_stay_behind(cluster: Cluster):
+    for make in (DiLoCo, StreamingDiLoCo):
+        model = make(Odd(0))
+        before = copy.deepcopy(model.module.state_dict())
+        with pytest.raises(WorkbookError, match=f"{make.__name__} keeps the parameters of the last round"):
+            model.module.load_state_dict(Odd(1).state_dict())
+        with pytest.raises(WorkbookError, match=f"{make.__name__} keeps the parameters of the last round"):
+            model.module.first.load_state_dict(Odd(1).first.state_dict())
+        assert_same(model.module.state_dict(), before, 0)
+
+
+@on_ranks(2)
+def test_diloco_refuses_a_checkpoint_after_wrapping(cluster: Cluster, tmp_path):
+    model, checkpoints = DiLoCo(Odd(0)), Checkpoints(tmp_path, cluster)
+    shards = plain_shards(model.module, momentum(model.parameters()))
+    checkpoints.save(1, shards)
+    assert "DiLoCo keeps the parameters of the last round" in refusal(checkpoints.load, 1, shards)

@@ -4,8 +4,10 @@ tests/test_wrappers.py compares the wrapper without compression, as all wrappers
 """
 
 import copy
+import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +34,9 @@ from tests.equivalence import accumulate, mine, one_process
 from tests.low_communication.equivalence import payload
 from tests.on_ranks import on_ranks
 from tests.tasks import gpt, mean_square, text, text_loss
+from training.checkpoint import Checkpoints
 from training.report import replica_digests
+from training.state_shards import plain_shards
 
 SHAPES = [(40, 30), (7,), (), (90, 12, 3), (2, 3)]  # two are worth two thin matrices
 NUMEL = 40 * 30 + 7 + 1 + 90 * 36 + 6
@@ -213,6 +217,58 @@ def test_what_is_sent_and_what_remains_are_the_gradient_and_what_remained(cluste
             }
             found = {key: sent_by[p] + remaining[p] for key, p in model.module.named_parameters()}
             assert_same(found, total, 1e-5, f"{name}: sum of gradients after step {step},")
+
+
+def gradients_of_steps(
+    cluster: Cluster, model: CompressedDataParallel, steps: Sequence[int], overflow: Sequence[int] = ()
+) -> list[dict[str, Tensor]]:
+    """Return the gradients of each step. Rank 1 has an infinite one in the steps in `overflow`."""
+    found = []
+    for step in steps:
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(10 * step + cluster.rank))
+        model.zero_grad()
+        factor = math.inf if step in overflow and cluster.rank == 1 else 1.0
+        (mean_square(model, x) * factor).backward()
+        model.finish_gradient_sync()
+        found.append(gradients(model.module))
+    return found
+
+
+@on_ranks(2)
+def test_a_step_that_overflows_on_one_rank_is_lost_and_no_other(cluster: Cluster):
+    for name, feedback in itertools.product(COMPRESSORS, (True, False)):
+        model, other = (
+            CompressedDataParallel(wide(0), name, bucket_mb=2e-3, error_feedback=feedback) for _ in range(2)
+        )
+        found = gradients_of_steps(cluster, model, range(5), overflow=[2])
+        assert not all(one.isfinite().all() for one in found.pop(2).values())
+        for ours, expected in zip(found, gradients_of_steps(cluster, other, (0, 1, 3, 4)), strict=True):
+            assert_same(ours, expected, 0, f"gradient with {name}")
+
+
+@on_ranks(2)
+def test_after_a_load_compression_begins_again(cluster: Cluster, tmp_path):
+    def by_checkpoint(model: CompressedDataParallel) -> None:
+        checkpoints, optimizer = Checkpoints(tmp_path, cluster), torch.optim.SGD(model.parameters())
+        checkpoints.save(1, plain_shards(model.module, optimizer))
+        checkpoints.load(1, plain_shards(model.module, optimizer))
+
+    for load in (by_checkpoint, lambda model: model.module.load_state_dict(model.module.state_dict())):
+        model, fresh = (CompressedDataParallel(wide(0), "powersgd") for _ in range(2))
+        gradients_of_steps(cluster, model, (0, 1))
+        load(model)
+        [found], [expected] = (gradients_of_steps(cluster, each, [2]) for each in (model, fresh))
+        assert_same(found, expected, 0)
+
+
+@on_ranks(1)
+def test_what_compression_would_spoil_is_refused_in_a_sentence(cluster: Cluster):
+    for dtype, sentence in (
+        (torch.complex64, "^Complex gradients"),
+        (torch.float16, "too large for float16"),
+    ):
+        with pytest.raises(WorkbookError, match=sentence):
+            CompressedDataParallel(nn.Linear(2, 2, dtype=dtype))
 
 
 @on_ranks(3)

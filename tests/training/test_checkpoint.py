@@ -14,9 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from comm.exchange import exchange
 from lab.check import state_digest
 from lab.cluster import Cluster
+from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.on_ranks import on_ranks
 from tests.refusals import refusal, the_one_sentence
@@ -385,6 +388,23 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused_when_it_is_saved(clus
     adam.state[model.weight]["history"] = torch.zeros(7)
     divided = trained_shards("weight", model.weight, adam, shape=(4, 3), offset=(2 * cluster.rank, 0))
     assert "the state 'history' of Adam" in refusal(checkpoints.save, 1, divided)
+
+
+@on_ranks(2)
+def test_shards_of_which_ranks_have_different_values_make_no_checkpoint(cluster: Cluster):
+    x = torch.zeros(5, dtype=torch.complex64)
+    x[3] = complex(1.0, 0.5 + cluster.rank * 2**-24)  # another last bit
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.full((3,), 1.0 + cluster.rank)).sum().backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as own_folder:
+        checkpoints = Checkpoints(exchange(own_folder)[0], cluster)
+        with pytest.raises(WorkbookError, match="different values of model/x"):
+            checkpoints.save(1, [StateShard("model/x", x)])
+        with pytest.raises(WorkbookError, match="different values of optimizer/"):
+            checkpoints.save(1, plain_shards(model, optimizer))
+        dist.barrier()
 
 
 @on_ranks(2)

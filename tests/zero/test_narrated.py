@@ -153,9 +153,6 @@ def test_zero3_by_hand_equals_one_process():
             one.backward()
             optimizer.zero_grad()
             mean_square(model(one.my_x), one.my_y).backward()
-
-            # The backward has ended with the first layer, which is still full and has its gradients.
-            assert one.of_a_rank[0].weight.grad is not None and one.of_a_rank[2].weight.grad is None
             model.finish_gradient_sync()
 
             # Nothing is full now. The rank's shards have the mean over all 12 examples.
