@@ -64,7 +64,7 @@ def broadcast(
     pattern: str | None = None,
 ) -> Work:
     """Copy the root's `tensor` to every rank's. All must have the same number of elements, in any shape."""
-    pattern = _choose("broadcast", pattern, group, tensor.nbytes, root)
+    pattern = _choose("broadcast", pattern, group, tensor, root)
     header = Header("broadcast", pattern, tensor.dtype, root=root, full=tensor.numel())
     return run_collective(header, group, async_op, [InOut(tensor)], root)
 
@@ -108,7 +108,7 @@ def reduce(
     pattern: str | None = None,
 ) -> Work:
     """Replace the root's `tensor` by the reduction of all ranks'. The other tensors do not change."""
-    pattern = _choose("reduce", pattern, group, tensor.nbytes, root)
+    pattern = _choose("reduce", pattern, group, tensor, root)
     check_reduction(op, tensor.dtype)
     header = Header("reduce", pattern, tensor.dtype, op, root, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, group_of(group).size())
@@ -128,7 +128,7 @@ def all_gather(
 
     Ranks must give the same `tensor_id`: a number that tells tensors of equal size apart.
     """
-    pattern = _choose("all_gather", pattern, group, full.nbytes)
+    pattern = _choose("all_gather", pattern, group, full)
     header = Header("all_gather", pattern, full.dtype, "none", tensor_id, shard.numel(), full.numel())
     return run_collective(header, group, async_op, [Out(full), In(shard)])
 
@@ -145,7 +145,7 @@ def reduce_scatter(
 
     `full` does not change, except where `shard` is the rank's part of it.
     """
-    pattern = _choose("reduce_scatter", pattern, group, full.nbytes)
+    pattern = _choose("reduce_scatter", pattern, group, full)
     check_reduction(op, full.dtype)
     header = Header("reduce_scatter", pattern, full.dtype, op, shard=shard.numel(), full=full.numel())
     divisor = divisor_before(op, full.dtype, group_of(group).size())
@@ -160,7 +160,7 @@ def all_reduce(
     pattern: str | None = None,
 ) -> Work:
     """Replace every rank's `tensor` by the reduction of all, bitwise the same on every rank."""
-    pattern = _choose("all_reduce", pattern, group, tensor.nbytes)
+    pattern = _choose("all_reduce", pattern, group, tensor)
     check_reduction(op, tensor.dtype)
     header = Header("all_reduce", pattern, tensor.dtype, op, full=tensor.numel())
     divisor = divisor_before(op, tensor.dtype, group_of(group).size())
@@ -203,11 +203,14 @@ def barrier(group: Group = None, async_op: bool = False, pattern: str | None = N
     return run_collective(Header("barrier", pattern, torch.int64), group, async_op, [])
 
 
-def _choose(op: str, pattern: str | None, group: Group, num_bytes: int | None, root: int = 0) -> str:
+def _choose(op: str, pattern: str | None, group: Group, tensor: torch.Tensor | None, root: int = 0) -> str:
+    """Return the pattern to use; "auto" chooses it by the size of `tensor`."""
+    if tensor is not None and tensor.layout != torch.strided:
+        raise CommError(f"{op}: a sparse tensor may have another size on each rank; call to_dense() first.")
     ranks = group_of(group).size()  # raises if there is no group
     if not 0 <= root < ranks:
         raise CommError(f"{op}: root {root} is not a rank of this group of {ranks}.")
-    pattern = pattern_for(op, pattern, num_bytes, group)
+    pattern = pattern_for(op, pattern, None if tensor is None else tensor.nbytes, group)
     if pattern not in ("torch", *PATTERNS[op]):
         names = ", ".join(("auto", "torch", *PATTERNS[op]))
         raise CommError(f"{op} has no pattern {pattern!r}; choose one of {names}.")

@@ -421,6 +421,11 @@ def goes_backward_after_a_step(wrapper: Wrapper) -> None:
     loss.backward()
 
 
+def keeps_a_graph_of_gradients(wrapper: Wrapper) -> None:
+    ours = blocks(wrapper)
+    ours.model(torch.ones(2, 8)).square().sum().backward(create_graph=True)
+
+
 def goes_backward_with_old_gradients(wrapper: Wrapper) -> None:
     ours = finished(wrapper)
     ours.optimizer.step()
@@ -514,6 +519,7 @@ REFUSED: list[tuple[Callable[[Wrapper], object], Sequence[Wrapper], str]] = [
     (lambda wrapper: copy.deepcopy(finished(wrapper).model), ZERO3, "full_state_dict"),
     (lambda wrapper: blocks(wrapper).model.state_dict(), ZERO3, "full_state_dict"),
     (lambda wrapper: blocks(wrapper).optimizer.state_dict(), [named("zero1")], "its own shards only"),
+    (keeps_a_graph_of_gradients, [*PLAIN, *STAGES], "create_graph=True"),
     (
         goes_backward_with_old_gradients,
         [*select(is_optimizer=True), *select(stage=3, by_torch=False)],

@@ -39,6 +39,10 @@ from training.loads import watch_loads
 from training.shard_guard import observe_calls, watch_shards
 
 SPARSE = "has sparse gradients, which have another size on each rank: leave sparse=True out."
+GRAPH = (
+    "backward(create_graph=True) keeps a graph of what is sent: for a penalty on gradients take "
+    "torch.autograd.grad(..., create_graph=True), and then one plain backward."
+)
 Watched = TypeVar("Watched")
 
 
@@ -142,6 +146,8 @@ class Guard:
             return
         if gradient.layout != torch.strided:
             raise WorkbookError(f"A parameter of shape {tuple(parameter.shape)} {SPARSE}")
+        if torch.is_grad_enabled():  # only with create_graph
+            raise WorkbookError(GRAPH)
         if self._sends_in_the_backward and parameter in self._arrived:
             raise WorkbookError(
                 "Another backward began before finish_gradient_sync(): set require_backward_grad_sync=False "

@@ -5,15 +5,17 @@ parameters belong to which block, names, clipping, the full state and checkpoint
 """
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from comm.collectives import Group, all_gather
+from lab.launch.errors import WorkbookError
 from training.clipping import clip_grad_norm_
 from training.state_shards import StateShard, buffer_shards
 from zero.shards import FlatParameters, ParameterShard
@@ -98,3 +100,27 @@ def divide(module: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter
     root = {p for p in module.parameters() if p in outside or uses[p] > 1}
     own = [[p for p in block.parameters() if p not in root] for block in blocks]
     return [[p for p in module.parameters() if p in root], *own]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in a block's inputs or output: in lists, tuples, dicts and a dataclass."""
+    leaves = tree_leaves(vars(values) if dataclasses.is_dataclass(values) else values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def refuse_hidden(output: Any, tensors: list[Tensor]) -> None:
+    """Raise WorkbookError if a block has returned something in which no tensor is found."""
+    if not tensors:
+        raise WorkbookError(
+            f"A block returned {type(output).__name__}, in which stage 3 finds no tensor: let it return "
+            "tensors, also in lists, tuples, dicts or a dataclass."
+        )
+
+
+def refuse_unless_tensor(output: Any) -> None:
+    """Raise WorkbookError if a block or the module has returned something else than one tensor."""
+    if not isinstance(output, Tensor):
+        raise WorkbookError(
+            f"A block returned {type(output).__name__}, and this first look takes one tensor only: take "
+            "FullyShardedDataParallel (train_zero3.py)."
+        )

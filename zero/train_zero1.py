@@ -184,12 +184,12 @@ class ZeroOptimizer(ShardOptimizer):
         self.finish_gradient_sync()
         return clip_grad_norm_([shard.tensor for shard in self.parameter_shards], max_norm, [self.group])
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None, **options: Any) -> None:  # type: ignore[override]
         """Average the gradients, update this rank's shards, and gather the parameters from all ranks."""
         if closure is not None:
             raise WorkbookError("ZeRO's step() takes no closure: run the backward before it.")
         self.finish_gradient_sync()
-        self.inner.step()
+        self.inner.step(**options)
         self.gather_parameters()
 
     def gather_parameters(self) -> None:

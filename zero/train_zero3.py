@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from comm.collectives import Group, Work, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
@@ -54,7 +53,7 @@ from training.gradients import after_backward, is_in_backward
 from training.guard import guarded
 from training.run import Run
 from zero.memory import owned, shares_of
-from zero.sharded_module import ShardedModule, divide
+from zero.sharded_module import ShardedModule, divide, refuse_hidden, tensors_in
 from zero.shards import FlatParameters
 
 MOST_IN_FLIGHT = 2  # without a limit, the full gradients of all blocks would wait in memory for a slow link
@@ -167,8 +166,9 @@ class FullyShardedDataParallel(ShardedModule):
         """Free the block, unless the backward begins with it. Notice when the backward reaches its output."""
         # If a block returns its input, the tensor has a hook of the block that made it. One more would send
         # that block's gradients too early.
-        passed_on, tensors = tree_leaves(inputs), tree_leaves(output)
-        for tensor in (leaf for leaf in tensors if isinstance(leaf, Tensor)):
+        passed_on, tensors = tensors_in(inputs), tensors_in(output)
+        refuse_hidden(output, tensors)
+        for tensor in tensors:
             if tensor.requires_grad and not any(tensor is other for other in passed_on):
                 tensor.register_hook(partial(self._before_backward, i))
         if is_in_backward():  # a checkpoint has computed the block again, and the backward needs it

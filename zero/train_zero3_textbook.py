@@ -44,7 +44,7 @@ from training.gradients import after_backward, is_in_backward
 from training.guard import guarded
 from training.run import Run
 from zero.memory import owned, shares_of
-from zero.sharded_module import ShardedModule, divide
+from zero.sharded_module import ShardedModule, divide, refuse_unless_tensor
 from zero.shards import FlatParameters
 
 
@@ -95,12 +95,14 @@ class TextbookFullyShardedDataParallel(ShardedModule):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, whose hooks gather and free the root and the blocks."""
         output = self.module(*inputs, **options)
+        refuse_unless_tensor(output)
         if output.requires_grad:
             output.register_hook(lambda _: after_backward(self.end_backward))
         return output
 
     def _after_forward(self, unit: Unit, part: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         """Free the block's parameters, and notice when the backward reaches its output."""
+        refuse_unless_tensor(output)
         output = output.view_as(output)  # a tensor of this block's own: another one may return the same
         if output.requires_grad:
             output.register_hook(lambda _: self._before_backward(unit))

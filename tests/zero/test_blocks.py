@@ -3,6 +3,10 @@
 tests/test_wrappers.py compares it, as all wrappers, with one process.
 """
 
+import dataclasses
+import types
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +26,7 @@ from tests.wrappers import Wrapper, for_each, named, select
 from training.state_shards import plain_shards
 from zero.train_zero1 import ZeroOptimizer
 from zero.train_zero3 import FullyShardedDataParallel
+from zero.train_zero3_textbook import TextbookFullyShardedDataParallel
 
 ZERO3 = named("zero3")
 
@@ -141,6 +146,42 @@ def a_layer(seed: int) -> nn.Module:
 def test_stage_3_takes_lists_in_lists_no_blocks_and_blocks_that_pass_their_input_on(cluster: Cluster):
     for make in (Nested, a_layer):
         compare_with_one_process(cluster, ZERO3, Task(make), (1, 3))
+
+
+@dataclasses.dataclass
+class Output:
+    y: Tensor
+    name: str = "as of a library of models"
+
+
+class InDataclasses(nn.Module):
+    """Its blocks return what `made` makes of a tensor."""
+
+    def __init__(self, seed: int, made: Any = Output) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter, self.made = nn.Linear(7, 5), made
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        for block in self.blocks:
+            block.forward = lambda x, block=block: made(nn.functional.linear(x, block.weight, block.bias))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x).y.tanh()
+        return x
+
+
+@on_ranks(2)
+def test_blocks_may_return_dataclasses_and_what_hides_its_tensors_is_refused(cluster: Cluster):
+    for name in ("zero3", "hsdp"):
+        compare_with_one_process(cluster, named(name), Task(InDataclasses), (1, 3))
+    hidden, *_ = mine(cluster, Task(BlocksLast).batch(2))
+    model = FullyShardedDataParallel(InDataclasses(0, lambda x: types.SimpleNamespace(y=x)))
+    assert "returned SimpleNamespace, in which stage 3 finds no tensor" in refusal(model, hidden)
+    model = TextbookFullyShardedDataParallel(InDataclasses(0))
+    assert "returned Output, and this first look takes one tensor only" in refusal(model, hidden)
 
 
 @for_each(select(takes_any_model=True, by_torch=False, stage=3))
