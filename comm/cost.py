@@ -166,6 +166,29 @@ def seconds(op: str, pattern: str, num_bytes: int, ranks: int, link: Link) -> fl
     return predicted[op, pattern] + log * a  # the headers
 
 
+def hierarchical_seconds(num_bytes: int, ranks: int, hosts: int, inner: Link, outer: Link) -> float:
+    """Return the predicted seconds of the pattern "hierarchical" with equally many ranks on each host.
+
+    `inner` is the link of two ranks of a host, and `outer` that of a host, which its ranks share.
+    """
+    within = seconds("all_reduce", "ring", num_bytes, ranks // hosts, inner)
+    return within + seconds("all_reduce", "ring", num_bytes, hosts, outer)
+
+
+def seconds_of_trees(op: str, num_bytes: int, ranks: int, nodes: int, inner: Link, outer: Link) -> float:
+    """Return the predicted seconds of an all-reduce, all-gather or reduce-scatter of NCCL.
+
+    NCCL has rings and trees, which send as many bytes, and takes the faster one. The latency of trees grows
+    with the logarithm of the ranks of a node, and of the nodes. `outer.beta` is that of the ring. Double
+    binary trees: Sanders, Speck and Traff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan", Parallel Computing, 2009.
+    """
+    times = 2 if op == "all_reduce" else 1  # a reduction and a broadcast
+    rounds = _log2_up(-(-ranks // nodes)) * inner.alpha + _log2_up(nodes) * outer.alpha
+    trees = times * (rounds + (ranks - 1) / ranks * num_bytes * outer.beta)
+    return min(trees, seconds(op, "ring", num_bytes, ranks, outer))
+
+
 def delay_of(op: str, pattern: str, num_bytes: int, group: Group, posted: int) -> LinkDelay:
     """Return the delay that the simulated link adds to a collective that was posted at this time."""
     queue = queue_of(group)
@@ -191,14 +214,23 @@ def pattern_for(op: str, pattern: str | None, num_bytes: int | None, group: Grou
 def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
     """Return the pattern that is predicted to be fastest in this group. All ranks must call it.
 
-    The group's alpha and beta are measured at the first call (patterns.py). Of patterns that differ by less
-    than 5% it takes a ring in segments, which adds while messages travel, or else the first one listed.
+    The group's alpha and beta are measured at the first call (patterns.py); on several hosts also those
+    within a host. Of patterns that differ by less than 5% it takes a ring in segments, which adds while
+    messages travel, or else the first one listed.
     """
     ranks = dist.get_world_size(group)
     if num_bytes is None or ranks == 1 or len(PATTERNS[op]) == 1:
         return PATTERNS[op][0]
     link = link_of(group)
     predicted = {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
+    if "hierarchical" in predicted:
+        by_host = ranks_by_host(hosts_of(peer_wire(group)))
+        del predicted["hierarchical"]
+        if len(by_host) > 1 and len({len(of_host) for of_host in by_host}) == 1:
+            own_host = next(of_host for of_host in by_host if dist.get_rank(group) in of_host)
+            inner = link_of(group, own_host)
+            how = num_bytes, ranks, len(by_host), inner, link
+            predicted["hierarchical"] = hierarchical_seconds(*how)
     good = [pattern for pattern, took in predicted.items() if took <= 1.05 * min(predicted.values())]
     return "pipelined_ring" if "pipelined_ring" in good else good[0]
 

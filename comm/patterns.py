@@ -91,33 +91,43 @@ def chosen_pattern(op: str, group: Group = None) -> str:
     return pattern if pattern in ("auto", "torch", *PATTERNS[op]) else default_pattern(op, group)
 
 
-def link_of(group: Group = None) -> Link:
-    """Return alpha and beta of the group for "auto". They are measured once, when all its ranks call this."""
+def link_of(group: Group = None, ring: Sequence[int] | None = None) -> Link:
+    """Return alpha and beta for "auto": of the group, or among the ranks in this rank's `ring`.
+
+    They are measured once, when all ranks of the group call this.
+    """
     links = _links.setdefault(group_of(group), {})
-    circumstances = chosen_transport(), slow_link.current()
+    circumstances = chosen_transport(), slow_link.current(), ring is None
     if circumstances not in links:
-        links[circumstances] = measure_link(group, large_bytes=1 << 20)
+        links[circumstances] = measure_link(group, large_bytes=1 << 20, ring=ring)
     return links[circumstances]
 
 
-def measure_link(group: Group = None, large_bytes: int = 4 << 20, device: torch.device | None = None) -> Link:
+def measure_link(
+    group: Group = None,
+    large_bytes: int = 4 << 20,
+    device: torch.device | None = None,
+    ring: Sequence[int] | None = None,
+) -> Link:
     """Return alpha and beta between neighbours, from the times of tiny and of large messages.
 
     All ranks call it, and get the same numbers. The messages are tensors on `device`: with gloo those of a
-    GPU take longer than those of the host. A rank alone sends nothing: both numbers are 0.
+    GPU take longer than those of the host. A rank's neighbours are those in its `ring`, some ranks of the
+    group, by default all. A rank alone sends nothing: both numbers are 0.
     """
-    if dist.get_world_size(group) == 1:
+    ring = ring or range(dist.get_world_size(group))
+    if len(ring) == 1:
         return Link(0.0, 0.0)
     device = device or message_device(group)
     with LEDGER.paused():
-        small, large = (_seconds(size, group, device) for size in (SMALL_BYTES, large_bytes))
+        small, large = (_seconds(size, group, device, ring) for size in (SMALL_BYTES, large_bytes))
     return Link(small, max(0.0, large - small) / (large_bytes - SMALL_BYTES))
 
 
-def _seconds(num_bytes: int, group: Group, device: torch.device) -> float:
+def _seconds(num_bytes: int, group: Group, device: torch.device, ring: Sequence[int]) -> float:
     """Return the median seconds of a message in both directions: the slowest rank's."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    left, right = (rank - 1) % n, (rank + 1) % n
+    n, position = len(ring), ring.index(dist.get_rank(group))
+    left, right = ring[(position - 1) % n], ring[(position + 1) % n]
     mine, theirs = torch.zeros(2, num_bytes // 4, device=device)
     times = []
     for _ in range(RUNS):

@@ -12,7 +12,10 @@ so a named device has for each rate the share that its kernels reach, one number
                  activation functions, 1.8 in norms. A100: the same share.
     overhead     the share of a step that is in no formula: gaps between kernels, stragglers, reading data.
                  Chosen.
-    links        a collective reaches four fifths of a link's rate, on all devices. Chosen.
+    links        a collective reaches four fifths of a link's rate, on all devices. Chosen. Latencies of a
+                 message: 2 microseconds within a node and 32 between nodes, with which the formula of trees
+                 (comm/cost.py) is within a fifth of what NCCL took for 8 bytes on 1 to 16 nodes of 8 H100s
+                 (the data of the Smol Training Playbook, Hugging Face, 2025).
 
 The chosen numbers are round. They were set once, by comparing predictions with the runs that
 tests/hybrid_parallel/published_runs.py calls MEGATRON and LLAMA. Peak rates, memory and bandwidths are those
@@ -83,7 +86,7 @@ def _node(
     memory: float, flops: dict[str, float], matmul: float, bandwidth: float, nvlink: float, network: float
 ) -> Machine:
     """Return nodes of 8 devices, with the rates of each device's links in bytes/s in one direction."""
-    inner, outer = Link(5e-6, 1 / (0.8 * nvlink)), Link(10e-6, 1 / (0.8 * network))
+    inner, outer = Link(2e-6, 1 / (0.8 * nvlink)), Link(32e-6, 1 / (0.8 * network))
     return Machine(memory, flops, matmul, 0.41, 0.85 * bandwidth, 0.07, 8, inner, outer)
 
 

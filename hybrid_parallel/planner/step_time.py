@@ -140,11 +140,18 @@ class TimeModel:
         numbers = self.shape.dense_parameters + self.shape.expert_parameters / sizes.expert_ranks
         return numbers / sizes.tensor * ITEMSIZE[sizes.precision] / self.machine.bandwidth
 
+    def _reduction(self, op: str, size: float, ranks: int, stride: int) -> float:
+        """Return the seconds of an all-reduce or a half of one among ranks that are `stride` apart."""
+        machine, link = self.machine, self.machine.ring_link(ranks, stride)
+        if machine.cores is not None:  # rings of this workbook
+            return collective(op, size, ranks, link)
+        nodes = -(-ranks // max(1, min(ranks, machine.devices_per_node // stride)))
+        return cost.seconds_of_trees(op, round(size), ranks, nodes, machine.inner, link)
+
     def _tensor(self, sizes: ParallelSizes) -> float:
         """Return the seconds of the tensor axis in a layer's forward, and as many in its backward."""
         ops = ("all_gather", "reduce_scatter") if sizes.sequence_parallel else ("all_reduce",)
-        t, link = sizes.tensor, self.machine.ring_link(sizes.tensor, 1)
-        once = sum(collective(op, self._stream(sizes), t, link) for op in ops)
+        once = sum(self._reduction(op, self._stream(sizes), sizes.tensor, 1) for op in ops)
         return (1 + self.shape.active_experts) * once  # after attention and after each expert
 
     def _context(self, sizes: ParallelSizes) -> tuple[float, float]:
@@ -221,7 +228,7 @@ class TimeModel:
             for (op, size), (numbers, ranks, stride) in product(ops, parts):
                 if numbers:
                     layer = numbers / layers * size
-                    comm += layers * collective(op, layer, ranks, machine.ring_link(ranks, stride))
+                    comm += layers * self._reduction(op, layer, ranks, stride)
                     copies += layers * collective(op, layer, ranks, copying)
             return copies + (comm if sizes.pipeline > 1 else max(comm - hiding, comm / layers))
 

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from comm import collectives, cost
 from comm.algorithms import hierarchical, pipelined_ring
+from comm.collectives import Group
+from comm.cost import Link
 from comm.wire.gloo_wire import peer_wire
 from comm.wire.hosts import VARIABLE, hosts_of
 from lab.ranks import run_ranks
+from lab.replace import replaced
 from lab.trace.ledger import LEDGER, Entry, Traffic
 from tests.comm.collective_cases import DTYPES, LAYOUTS, REDUCTIONS, Case, run_cases
 from tests.comm.helpers import error_text, short_segments, works
@@ -65,6 +68,29 @@ def test_hierarchical_all_reduce_equals_one_process(cluster):
     collectives.all_reduce(mine, "mean", pattern="hierarchical")
     assert torch.equal(mine, full)
     assert LEDGER.rows()[Entry("all_reduce", "hierarchical")] == Traffic((4 + 2 + 2 + 4) * 8, 4)
+
+
+def two_links(_: Group, ring: Sequence[int] | None = None) -> Link:
+    """Within a host a message of a byte takes a thousandth of the time that it takes between hosts."""
+    return Link(1e-4, 1e-6) if ring is None else Link(1e-6, 1e-9)
+
+
+@on_ranks(4)
+def test_auto_takes_it_for_large_tensors_on_hosts_with_a_slow_link_between_them(cluster):
+    """Its time is that of a ring in each host, and of one between the hosts, which share nothing."""
+    num_bytes, inner, outer = 1 << 20, two_links(None, [0, 1]), two_links(None)
+    for host, expected in (("aabb", "hierarchical"), ("aaaa", "pipelined_ring"), ("aaab", "pipelined_ring")):
+        os.environ[VARIABLE] = host[cluster.rank]
+        group = dist.new_group()  # the hosts of a group are asked for once
+        with replaced("comm.cost.link_of", two_links):
+            assert cost.pattern_for("all_reduce", "auto", num_bytes, group) == expected
+    by_formula = 2 * (inner.alpha + num_bytes / 2 * inner.beta) + 2 * (
+        outer.alpha + num_bytes / 2 * outer.beta
+    )
+    headers = inner.alpha + outer.alpha
+    predicted = cost.hierarchical_seconds(num_bytes, 4, 2, inner, outer)
+    assert predicted == pytest.approx(by_formula + headers)
+    assert cost.link_of(group, [cluster.rank ^ 1, cluster.rank]).alpha > 0
 
 
 @contextmanager
