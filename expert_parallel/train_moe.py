@@ -37,7 +37,7 @@ a assignments of a token to an expert (t * k of them, without those that are dro
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,14 @@ class Router(nn.Module):
         self.top_k = top_k
         self.weight = nn.Parameter(torch.randn(num_experts, width) * 0.02)
         self.register_buffer("bias_E", torch.zeros(num_experts))
+
+    def _apply(self, *function: Any, **options: Any) -> Self:
+        """Cast and move the module, but not the bias to 16 bits, in which its small steps would be lost."""
+        before = self.bias_E
+        super()._apply(*function, **options)
+        if self.bias_E.itemsize < before.itemsize:
+            self.bias_E = before.to(self.bias_E.device)
+        return self
 
     def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the probabilities of all experts, the weights of the chosen ones, and their numbers."""

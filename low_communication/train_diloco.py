@@ -114,7 +114,7 @@ class StreamingDiLoCo(nn.Module):
         outer_momentum: float = 0.9,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.group = module, group
         self.sync_every, self.delay = sync_every, delay
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self.steps = 0

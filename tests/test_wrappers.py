@@ -7,6 +7,7 @@ would train wrongly without an error.
 
 import copy
 import dataclasses
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -530,6 +531,11 @@ REFUSED: list[tuple[Callable[[Wrapper], object], Sequence[Wrapper], str]] = [
         lambda wrapper: blocks(wrapper).module.load_state_dict(Blocks().state_dict()),
         select(stage=3, by_torch=False),
         "load_full_state_dict",
+    ),
+    (
+        lambda wrapper: torch.save(blocks(wrapper).model, io.BytesIO()),
+        [*PLAIN, *select(stage=3, by_torch=False)],
+        "cannot be saved as a whole",
     ),
     (adds_a_group, [named("zero2")], "all of them at once"),
     (lambda _: FullyShardedDataParallel(nn.BatchNorm1d(3), None, torch.bfloat16), ZERO3, "no buffers"),

@@ -19,9 +19,10 @@ trains the same, and refuses nothing.
 All ranks run one program, so each notices its mistakes alone; only for inputs do ranks compare digests.
 """
 
+import copy
 import functools
 import weakref
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,24 @@ def guarded(cls: type[Watched]) -> type[Watched]:
             watch(self)
 
     cls.__init__ = construct  # type: ignore[assignment, method-assign]
+    if issubclass(cls, nn.Module):
+        cls.__deepcopy__ = _deepcopy  # type: ignore[attr-defined]
+        cls.__reduce_ex__ = _refuse_to_pickle  # type: ignore[assignment, method-assign]
     return cls
+
+
+def _deepcopy(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Do what copy.deepcopy does, but for pickling."""
+    copied = memo[id(wrapper)] = type(wrapper).__new__(type(wrapper))
+    copied.__setstate__(copy.deepcopy(wrapper.__dict__, memo))
+    return copied
+
+
+def _refuse_to_pickle(wrapper: nn.Module, _: Any) -> NoReturn:
+    raise WorkbookError(
+        f"{type(wrapper).__name__} has hooks and groups of this process, and cannot be saved as a whole: "
+        "save its state_dict(), or where ranks have shards its full_state_dict()."
+    )
 
 
 class Guard:
@@ -118,6 +136,7 @@ class Guard:
         if getattr(wrapper, "returns_shard", False):
             wrapper.register_forward_hook(_mark_output_as_shard)
         observe_calls(wrapper, "finish_gradient_sync", self.before_finish, self.after_finish)
+        observe_calls(wrapper, "finish", after=lambda: refuse_unequal_steps(wrapper))
 
     def is_concerned(self, optimizer: Optimizer, trained: set[Tensor]) -> bool:
         """Return whether the optimizer trains something of the wrapper, and is not the wrapper itself."""
@@ -264,3 +283,11 @@ def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
             "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
             "all of them the same one (a sampler takes the rank along the data axis)."
         )
+
+
+def refuse_unequal_steps(wrapper: Any) -> None:
+    """Raise WorkbookError, on all ranks, unless the ranks have taken equally many steps alone."""
+    with LEDGER.paused():
+        steps = exchange(wrapper.steps, wrapper.group)
+    if len(set(steps)) > 1:
+        raise WorkbookError(f"The ranks have taken {steps} steps, so their models differ: take equally many.")

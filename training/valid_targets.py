@@ -8,6 +8,10 @@
 A mean of means is wrong as soon as ranks, or microbatches, have unequal numbers of valid targets. So each of
 the n ranks divides its sum of losses by the same number: the valid targets of the global batch / n. Then the
 mean over ranks, which data parallelism takes of gradients, is that of one process.
+
+It is the same with weights of classes, as in `CrossEntropyLoss(weight=w)`, which divides by a sum of weights:
+
+      total = F.cross_entropy(logits, y, weight=w, reduction="sum") / valid_targets(y, weight=w)
 """
 
 import torch
@@ -28,14 +32,17 @@ def count_valid(targets: Tensor) -> int:
     return int(is_valid(targets).sum())
 
 
-def valid_targets(targets: Tensor, group: Group = None, pattern: str | None = None) -> float:
+def valid_targets(
+    targets: Tensor, group: Group = None, pattern: str | None = None, weight: Tensor | None = None
+) -> float:
     """Return the mean over the ranks of `group` of the number of valid targets that each rank has in a step.
 
-    Give it the targets of all microbatches, and give the result to `loss_of` for each of them. All ranks call
-    it, before the forward: it is an all-reduce of one number. Raise WorkbookError, on all ranks, if there is
-    no valid target.
+    Give it the targets of all microbatches, and give the result to `loss_of` for each of them. With the
+    `weight` of each class it is the sum of the targets' weights. All ranks call it, before the forward: it is
+    an all-reduce of one number. Raise WorkbookError, on all ranks, if there is no valid target.
     """
-    number = torch.tensor([count_valid(targets)], dtype=torch.float64, device=targets.device)
+    own = count_valid(targets) if weight is None else float(weight[targets[is_valid(targets)]].sum())
+    number = torch.tensor([own], dtype=torch.float64, device=targets.device)
     all_reduce(number, op="mean", group=group, pattern=pattern)
     if not number:
         raise WorkbookError(f"All targets of this step are {IGNORED}: there is nothing to train on.")

@@ -39,6 +39,14 @@ mutant(
 )
 
 mutant(
+    "targets_counted_that_have_weights",
+    "With weights of classes gradients are off by a few percent: targets are counted, and not their weights.",
+    target="training.valid_targets.valid_targets",
+    changes={"if weight is None else": "if True else"},
+    killer="tests/training/test_valid_targets.py::test_weights_of_classes_are_added_up_in_place_of_targets",
+)
+
+mutant(
     "checkpoint_of_several_replicas",
     "A checkpoint in the middle of a round is a mixture: some weights are one rank's, others another's.",
     target="training.checkpoint.shared_out",

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from expert_parallel.balancing import move_bias
 from expert_parallel.config import MoEConfig, form_groups
-from expert_parallel.train_moe import ExpertParallel
+from expert_parallel.train_moe import ExpertParallel, Router
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import loss_of
@@ -108,6 +110,14 @@ def test_a_bias_moves_by_the_choices_of_all_microbatches_of_a_step(cluster: Clus
     expected = moved_biases(cluster, 1)
     assert any(any(biases) for biases in expected[1:])
     assert moved_biases(cluster, 3) == expected
+
+
+def test_a_bias_moves_also_where_the_model_has_16_bits():
+    router = Router(8, 2, 1).to(torch.bfloat16)
+    router.bias_E += 0.5  # half a unit in the last place of bfloat16 is 0.001 here
+    move_bias(router.bias_E, torch.tensor([[1, 3]]), rate=0.0005)
+    assert_same({"bias": router.bias_E}, {"bias": torch.tensor([0.5005, 0.4995])}, 1e-6)
+    assert router.weight.dtype == torch.bfloat16 and router.double().bias_E.dtype == torch.float64
 
 
 @on_ranks(2)

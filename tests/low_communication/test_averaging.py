@@ -6,6 +6,7 @@ Their ranks equal workers in one process, whose outer optimizer is torch's SGD, 
 import copy
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -385,3 +386,13 @@ def test_diloco_refuses_a_checkpoint_after_wrapping(cluster: Cluster, tmp_path):
     shards = plain_shards(model.module, momentum(model.parameters()))
     checkpoints.save(1, shards)
     assert "DiLoCo keeps the parameters of the last round" in refusal(checkpoints.load, 1, shards)
+
+
+@on_ranks(2)
+def test_streaming_diloco_refuses_to_finish_where_ranks_have_taken_other_numbers_of_steps(cluster: Cluster):
+    model = StreamingDiLoCo(Odd(0), sync_every=2)
+    for _ in range(2 + 2 * cluster.rank):  # each rank ends with a synchronisation, in which it met nobody
+        with mock.patch.object(model, "_average", lambda *_: mock.Mock()):
+            model.after_step()
+    with pytest.raises(WorkbookError, match=r"The ranks have taken \[2, 4\] steps, so their models differ"):
+        model.finish()

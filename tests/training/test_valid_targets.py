@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_parallel.train_naive import NaiveDataParallel
@@ -90,6 +91,26 @@ def test_gradients_of_data_parallelism_are_those_of_one_process(cluster: Cluster
         return loss_of(model(x), y, number) * parts  # `accumulate` divides it by their number
 
     for wrapper in select(takes_any_model=True):
+        ours = equivalence.Trained(wrapper, tasks.gpt(cluster.rank))
+        ours.accumulate(loss, own, parts)
+        change = ours.step()
+        assert_same({key: change[key] for key in expected}, expected, what=f"gradient, {wrapper},")
+
+
+@on_ranks(2)
+def test_weights_of_classes_are_added_up_in_place_of_targets(cluster: Cluster):
+    x, y = with_prompts(tasks.text())
+    own, parts = equivalence.mine(cluster, (x, y)), 3
+    weight = torch.linspace(0.1, 5, tasks.gpt(0).config.vocab_size, dtype=torch.float64)
+    whole = nn.CrossEntropyLoss(weight)
+    expected = equivalence.one_process(tasks.gpt(0), lambda model: whole(model(x).flatten(0, 1), y.flatten()))
+    number = valid_targets(own[1], weight=weight)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        total = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), weight, reduction="sum")
+        return total / number * parts  # `accumulate` divides it by their number
+
+    for wrapper in select(takes_any_model=True, by_torch=False):
         ours = equivalence.Trained(wrapper, tasks.gpt(cluster.rank))
         ours.accumulate(loss, own, parts)
         change = ours.step()
