@@ -225,14 +225,21 @@ def _mark_output_as_shard(module: nn.Module, inputs: Any, output: Tensor) -> Ten
     return output.as_subclass(Shard)
 
 
-def _compare_first_inputs(wrapper: nn.Module) -> None:
-    """Let the ranks that divide each layer compare their inputs before the first forward."""
+def _compare_first_inputs(wrapper: Any) -> None:
+    """Let the ranks that divide each layer compare their inputs and targets in the first forward."""
+    loss = wrapper.loss
 
     def compare(wrapper: Any, inputs: Any) -> None:
         handle.remove()
         refuse_unequal_inputs(inputs[0], wrapper.group)
 
+    def compared_loss(outputs: Tensor, y: Tensor, *options: Any, **named: Any) -> Tensor:
+        wrapper.loss = loss
+        refuse_unequal_inputs(y, wrapper.group, "targets")
+        return loss(outputs, y, *options, **named)
+
     handle = wrapper.register_forward_pre_hook(compare)
+    wrapper.loss = compared_loss
 
 
 def refuse_layers(module: nn.Module) -> None:
@@ -274,13 +281,13 @@ def mark_gradient(parameter: Tensor) -> None:
         parameter.grad = parameter.grad.as_subclass(Shard)
 
 
-def refuse_unequal_inputs(x: Tensor, group: Group) -> None:
+def refuse_unequal_inputs(x: Tensor, group: Group, what: str = "inputs") -> None:
     """Raise WorkbookError, on all ranks, unless the ranks of a tensor-parallel group have the same input."""
     with LEDGER.paused():
         digests = exchange(state_digest({"x": x}), group)
     if len(set(digests)) > 1:
         raise WorkbookError(
-            "The ranks of a tensor-parallel group have different inputs, but compute one batch: give "
+            f"The ranks of a tensor-parallel group have different {what}, but compute one batch: give "
             "all of them the same one (a sampler takes the rank along the data axis)."
         )
 

@@ -163,6 +163,14 @@ def test_ranks_that_are_fed_different_batches_are_refused_on_all_ranks():
     assert "different inputs" in the_one_sentence(run_ranks(work, 2))
 
 
+def test_ranks_with_the_same_inputs_and_different_targets_are_told_so():
+    def work(cluster: Cluster) -> str:
+        model, (x, y) = parallelize(gpt(0)), text()
+        return refusal(model.loss, model(x), y + cluster.rank)
+
+    assert "different targets" in the_one_sentence(run_ranks(work, 2))
+
+
 @on_ranks(2)
 def test_the_gradient_of_a_divided_weight_has_no_norm_of_its_own(cluster: Cluster):
     x, y = text()
