@@ -208,9 +208,6 @@ class Communicators:
 
         return self._collective("all_gather", [mine], outputs, job)
 
-    def all_gather_single(self, output: Tensor, mine: Tensor) -> Any:
-        return self.all_gather_coalesced([output], [mine])
-
     def all_gather_coalesced(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         for output, mine in zip(outputs, inputs, strict=True):
             if output.numel() != mine.numel() * self._size or output.dtype != mine.dtype:
@@ -221,16 +218,6 @@ class Communicators:
                 host(output).view(-1).copy_(torch.cat(all_ranks.everyones(host(mine))))
 
         return self._collective("all_gather", inputs, outputs, job)
-
-    def reduce_scatter(self, output: Tensor, parts: list[Tensor], op: Any) -> Any:
-        def job(all_ranks: Communicator) -> None:
-            total = all_ranks.reduced(torch.cat([host(part).view(-1) for part in parts]), op)
-            host(output).view(-1).copy_(total.split([part.numel() for part in parts])[self._rank])
-
-        return self._collective("reduce_scatter", parts, [output], job)
-
-    def reduce_scatter_single(self, output: Tensor, full: Tensor, op: Any) -> Any:
-        return self.reduce_scatter_coalesced([output], [full], op)
 
     def reduce_scatter_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], op: Any) -> Any:
         if any(full.numel() != out.numel() * self._size for out, full in zip(outputs, inputs, strict=True)):
@@ -259,13 +246,12 @@ class Communicators:
 
         return self._collective("scatter", parts, [output], job)
 
-    def all_to_all_single(self, output: Tensor, full: Tensor, outs: list[int], ins: list[int]) -> Any:
+    def all_to_all(self, output: Tensor, full: Tensor, outs: list[int], ins: list[int]) -> Any:
         def sized(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
             return list(tensor.split(sizes or [len(tensor) // self._size] * self._size))
 
-        return self.all_to_all(sized(output, outs), sized(full, ins))
+        outputs, inputs = sized(output, outs), sized(full, ins)
 
-    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
         def job(all_ranks: Communicator) -> None:
             # Each rank gets all contributions, padded to the longest, and takes its own.
             own = torch.tensor([part.numel() for part in inputs])

@@ -83,10 +83,6 @@ class Nccl : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return start("all_reduce", tensors, options.reduceOp);
   }
-  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return start("all_reduce", tensors, options.reduceOp);
-  }
   c10::intrusive_ptr<c10d::Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return start("reduce", tensors, options.reduceOp, options.rootRank);
   }
@@ -96,7 +92,7 @@ class Nccl : public c10d::Backend {
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(
       Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
-    return start("all_gather_single", output, input);
+    return start("all_gather_coalesced", Tensors{output}, Tensors{input});
   }
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
@@ -110,13 +106,9 @@ class Nccl : public c10d::Backend {
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
     return start("scatter", outputs.at(0), inputs.empty() ? Tensors() : inputs[0], options.rootRank);
   }
-  c10::intrusive_ptr<c10d::Work> reduce_scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    return start("reduce_scatter", outputs.at(0), inputs.at(0), options.reduceOp);
-  }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return start("reduce_scatter_single", output, input, options.reduceOp);
+    return start("reduce_scatter_coalesced", Tensors{output}, Tensors{input}, options.reduceOp);
   }
   c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
@@ -125,11 +117,7 @@ class Nccl : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(
       Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions&) override {
-    return start("all_to_all_single", output, input, output_sizes, input_sizes);
-  }
-  c10::intrusive_ptr<c10d::Work> alltoall(
-      Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override {
-    return start("all_to_all", outputs, inputs);
+    return start("all_to_all", output, input, output_sizes, input_sizes);
   }
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int) override {
     return start("send", tensors.at(0), to);
