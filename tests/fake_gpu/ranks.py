@@ -23,7 +23,8 @@ SHORT = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
 
 def on_gpus(fn: Callable[..., Any], *args: Any, ranks: int = 2, **environment: str) -> list[Any]:
     """Return what `fn(cluster, *args)` returns on each rank, with these variables set."""
-    environment = {name: os.environ[name] for name in os.environ if name.startswith("FAKE_")} | environment
+    of_test = {name: os.environ[name] for name in os.environ if name.startswith("FAKE_")}
+    environment = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"} | of_test | environment
 
     def run(cluster: Cluster) -> Any:
         os.environ.update(environment)

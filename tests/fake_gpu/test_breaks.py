@@ -75,16 +75,16 @@ def test_a_missing_wait_is_noticed_before_memory_is_read_or_freed(fails, test):
     fails("comm.native.NativeHandle.end", wait_for_nothing, test, "its stream has not waited for that")
 
 
+trains_in_int8 = partial(
+    techniques.test_a_script_trains_on_gpus_as_on_cpus,
+    "data_parallel_compressed --compress int8",
+    ranks=2,
+)
+
+
 def test_a_thread_that_does_not_wait_for_what_the_main_thread_has_launched_is_noticed(fails):
-    fails(
-        "comm.background.handover_of",
-        lambda tensors: None,
-        partial(
-            techniques.test_what_sends_less_trains_on_gpus_as_on_cpus,
-            "data_parallel_compressed --compress int8",
-        ),
-        "its stream has not waited for that",
-    )
+    hand_over = "comm.background.handover_of"
+    fails(hand_over, lambda tensors: None, trains_in_int8, "its stream has not waited for that")
 
 
 @contextmanager
@@ -95,15 +95,7 @@ def taken_without_waiting_for_the_end(device: torch.device, event: torch.cuda.Ev
 
 
 def test_a_thread_whose_kernels_the_main_thread_does_not_wait_for_is_noticed(fails):
-    fails(
-        "comm.wire.staging._taken",
-        taken_without_waiting_for_the_end,
-        partial(
-            techniques.test_what_sends_less_trains_on_gpus_as_on_cpus,
-            "data_parallel_compressed --compress int8",
-        ),
-        "on another stream",
-    )
+    fails("comm.wire.staging._taken", taken_without_waiting_for_the_end, trains_in_int8, "on another stream")
 
 
 def test_a_resumed_fused_optimizer_that_counts_its_steps_on_the_host_is_noticed(fails, tmp_path):

@@ -1,6 +1,11 @@
-"""Compare each technique on fake GPUs, with slow operations, with one process."""
+"""Compare each technique on fake GPUs, with slow operations, with one process.
+
+Each test runs three times: operations of different groups begin in another order each time.
+"""
 
 import os
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +27,11 @@ from tests.tasks import Task
 from tests.wrappers import Wrapper, for_each, select
 
 SLOW = "0.002"  # seconds
+
+
+@pytest.fixture(autouse=True, params=["1"] if REAL in os.environ else ["1", "2", "3"])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ORDER", request.param)
 
 
 def on(device: torch.device, task: Task) -> Task:
@@ -50,8 +60,8 @@ def test_zero_equals_one_process(wrapper: Wrapper):
     on_gpus(compare, FAKE_SLOW=SLOW)
 
 
-@for_each(select(lesson="tensor_parallel"))
-def test_tensor_parallel_on_gpus_equals_one_process(wrapper: Wrapper):
+@for_each([*select(lesson="tensor_parallel"), *select(lesson="context_parallel")])
+def test_a_divided_batch_or_model_equals_one_process(wrapper: Wrapper):
     def compare(cluster: Cluster) -> None:
         if not wrapper.by_torch or dist.get_backend() == "nccl":  # DTensors need it
             clip = 0.5 if wrapper.clips else None
@@ -80,21 +90,29 @@ def test_a_pipeline_by_hand_equals_one_process(schedule: str, lesson: type):
     on_gpus(compare, ranks=3, FAKE_SLOW=SLOW)
 
 
+def losses(cluster: Cluster, run: str) -> list[float]:
+    report = train(cluster, *run.split(), *SHORT, "--steps", "7")
+    return [report[name] for name in ("first_loss", "last_loss", "validation_loss")]
+
+
+@cache
+def losses_on_cpus(ranks: int, run: str) -> list[Any]:
+    return [pytest.approx(expected, rel=1e-4) for expected in run_ranks(losses, ranks, run)]
+
+
 @pytest.mark.parametrize(
-    "run",
+    ("run", "ranks"),
     [
-        *(f"data_parallel_compressed --compress {how}" for how in ("bf16", "int8", "topk", "powersgd")),
-        "diloco_plain --sync-every 7",
-        "diloco --sync-every 4 --fragments 4 --delay 2 --wire-dtype int8",
+        *((f"data_parallel_compressed --compress {how}", 2) for how in ("bf16", "int8", "topk", "powersgd")),
+        ("diloco_plain --sync-every 7", 2),
+        ("diloco --sync-every 4 --fragments 4 --delay 2 --wire-dtype int8", 2),
+        ("expert_parallel", 2),
+        ("hsdp --shard-size 2", 4),
+        ("hybrid --pipeline 2 --data 2 --zero 1", 4),
     ],
 )
-def test_what_sends_less_trains_on_gpus_as_on_cpus(run: str):
-    def losses(cluster: Cluster) -> list[float]:
-        report = train(cluster, *run.split(), *SHORT, "--steps", "7")
-        return [report[name] for name in ("first_loss", "last_loss", "validation_loss")]
-
-    on_cpus = run_ranks(losses, 2)
-    assert on_gpus(losses, FAKE_SLOW=SLOW) == [pytest.approx(expected, rel=1e-4) for expected in on_cpus]
+def test_a_script_trains_on_gpus_as_on_cpus(run: str, ranks: int):
+    assert on_gpus(losses, run, ranks=ranks, FAKE_SLOW=SLOW) == losses_on_cpus(ranks, run)
 
 
 @pytest.mark.skipif(REAL not in os.environ, reason="a fake GPU computes on the host")
