@@ -65,7 +65,10 @@ def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str)
         place = {"RANK": cluster.rank, "WORLD_SIZE": ranks, "LOCAL_RANK": cluster.rank}
         place |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})
-        os.environ.update({"BACKEND": backend_for(ranks)} | environment)
+        # Ranks have imported comm/channels.py, which sets this to 0. Without it, joining sets it to 1.
+        has_channels = script.startswith(("pipeline", "hybrid"))
+        order = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0" if has_channels else "1"}
+        os.environ.update({"BACKEND": backend_for(ranks)} | order | environment)
         sys.argv = [script, *arguments, "--json"]
         with contextlib.redirect_stdout(io.StringIO()) as output:
             runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from comm.collectives import all_reduce
 from lab.cluster import Cluster
 from lab.ranks import RankError
-from tests.fake_gpu.ranks import on_gpus, run_script
+from tests.fake_gpu.ranks import SHORT, on_gpus, run_script
 
 ADAMW = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
 ADAMW["maximize"] = False
+LIMITS = {"FAKE_ORDER": "1", "FAKE_RESIDENT": "1", "FAKE_TIMEOUT": "3"}
 
 
 def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
@@ -128,10 +129,9 @@ def two_groups_at_once(cluster: Cluster, all_reduce: Any = dist.all_reduce) -> N
 
 
 def test_operations_of_two_groups_that_begin_in_any_order_deadlock_where_there_is_room_for_one(capfd):
-    limits = {"FAKE_ORDER": "1", "FAKE_RESIDENT": "1", "FAKE_TIMEOUT": "3"}
-    on_gpus(two_groups_at_once, **limits, NCCL_LAUNCH_ORDER_IMPLICIT="1")
+    on_gpus(two_groups_at_once, **LIMITS, NCCL_LAUNCH_ORDER_IMPLICIT="1")
     with pytest.raises(RankError):
-        on_gpus(two_groups_at_once, **limits, NCCL_LAUNCH_ORDER_IMPLICIT="0")
+        on_gpus(two_groups_at_once, **LIMITS, NCCL_LAUNCH_ORDER_IMPLICIT="0")
     assert "a deadlock" in capfd.readouterr().err
 
 
@@ -140,13 +140,15 @@ def test_on_gpus_of_amd_the_operations_of_one_group_wait_for_those_of_another():
         torch.version.hip = "7.0"
         two_groups_at_once(cluster, all_reduce)
 
-    limits = {"FAKE_ORDER": "1", "FAKE_RESIDENT": "1", "FAKE_TIMEOUT": "3"}
-    on_gpus(work, **limits, NCCL_LAUNCH_ORDER_IMPLICIT="0")
+    on_gpus(work, **LIMITS, NCCL_LAUNCH_ORDER_IMPLICIT="0")
 
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-@pytest.mark.parametrize("script", ["train_hsdp.py", "train_diloco.py", "train_compressed.py"])
-def test_techniques_with_several_groups_need_room_for_one_operation_only(script: str, seed: str):
-    options = ("--steps", "3", "--size", "tiny", "--batch-size", "8")
-    figures = run_script(f"low_communication/{script}", *options, FAKE_ORDER=seed, FAKE_RESIDENT="1")
+@pytest.mark.parametrize(
+    ("name", "options", "ranks"),
+    [("hsdp", ("--shard-size", "2"), 4), ("diloco", (), 2), ("compressed", (), 2)],
+)
+def test_techniques_with_several_groups_need_room_for_one_operation_only(name, options, ranks, seed):
+    room = {"FAKE_ORDER": seed, "FAKE_RESIDENT": "1"}
+    figures = run_script(f"low_communication/train_{name}.py", *SHORT, *options, ranks=ranks, **room)
     assert figures["replicas_equal"] is True
