@@ -113,7 +113,7 @@ def _pretend() -> None:
     cuda: Any = torch.cuda
     for name in ("_lazy_init", "empty_cache", "manual_seed", "manual_seed_all"):
         setattr(cuda, name, lambda *_: None)  # one each: torch.compile has a rule for each function
-    cuda.is_available = lambda: True
+    cuda.is_available = lambda: extension.device_count() > 0
     cuda.is_initialized = lambda: True
     cuda.device_count = extension.device_count
     cuda.current_device = extension.current_device

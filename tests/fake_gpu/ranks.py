@@ -5,7 +5,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from lab.cluster import Cluster
 from lab.launch.devices import num_gpus
-from lab.ranks import run_ranks
+from lab.ranks import RankError, run_ranks
 from tests.comm.places import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,27 +37,17 @@ def backend_for(ranks: int) -> str:
     return "nccl" if num_gpus() >= ranks else "gloo"
 
 
-def said_by_processes(script: str, *arguments: str, ranks: int = 2, **environment: str) -> list[str]:
-    """Run the script on ranks that no parent ends together, and return what each has written to stderr."""
-    place = {
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    with_fakes = "import tests.fake_gpu.device, runpy, sys; sys.argv = sys.argv[1:]; "
-    command = [sys.executable, "-c", with_fakes + "runpy.run_path(sys.argv[0], run_name='__main__')"]
-    processes = []
-    for rank in range(ranks):
-        own = place | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
-        variables = os.environ | {name: str(value) for name, value in own.items()} | environment
-        words = [*command, str(ROOT / script), *arguments]
-        processes.append(subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True))
-    return [process.communicate(timeout=120)[1] for process in processes]
+def run_script(
+    script: str,
+    *arguments: str,
+    ranks: int = 2,
+    prepare: Callable[[], None] = lambda: None,
+    **environment: str,
+) -> dict[str, Any]:
+    """Run the script on each rank with --json, and return the JSON that rank 0 printed as its last line.
 
-
-def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
-    """Run the script on each rank with --json, and return the JSON that rank 0 printed as its last line."""
+    Each rank calls `prepare` first. With FAKE_DIE the survivors are not ended: they must end themselves.
+    """
     port = free_port()
 
     def run(cluster: Cluster) -> str:
@@ -70,9 +59,12 @@ def run_script(script: str, *arguments: str, ranks: int = 2, **environment: str)
         order = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0" if has_channels else "1"}
         os.environ.update({"BACKEND": backend_for(ranks)} | order | environment)
         sys.argv = [script, *arguments, "--json"]
+        prepare()
         with contextlib.redirect_stdout(io.StringIO()) as output:
             runpy.run_path(str(ROOT / script), run_name="__main__")
         return output.getvalue()
 
-    printed, *_ = run_ranks(run, ranks, backend=None)
+    printed, *_ = run_ranks(run, ranks, backend=None, collect_failures="FAKE_DIE" in environment)
+    if isinstance(printed, RankError):
+        raise printed
     return json.loads(printed.splitlines()[-1])
