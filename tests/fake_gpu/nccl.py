@@ -4,12 +4,10 @@
                      holds up the host until all its ranks are there
       lane           the communicator's stream: operations wait for the stream that launched them, in order
       batch          sends and receives of a batch are one operation of the group's communicator
+      watchdog       aborts the process if an operation has not ended within the group's timeout, which
+                     counts from its launch: a host runs ahead of its GPU
 
-FAKE_SLOW      seconds that every operation takes longer
-FAKE_TIMEOUT   seconds after which waiting is reported as a deadlock (25)
-FAKE_DIE       "rank@number": this rank is killed when it launches so many operations
-FAKE_ORDER     a seed: operations of different communicators begin in another order on each rank
-FAKE_RESIDENT  so many operations of a rank run at once, at most, as a GPU has room for few
+README.md lists the variables that change how it behaves.
 """
 
 import faulthandler
@@ -31,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.wire.groups import is_lost_connection
 from tests.fake_gpu.device import extension
 
 DTYPES = {torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.bool}
@@ -52,14 +51,18 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[int] = []
+        self._under_way: dict[int, tuple[str, float, float]] = {}  # what, when it was launched, its timeout
         self._running = 0
         self._numbers = itertools.count(1)
 
-    def launched(self) -> int:
+    def launched(self, what: str, timeout: float) -> int:
         """Give an operation its number."""
         with self._changed:
-            self._waiting.append(next(self._numbers))
-            return self._waiting[-1]
+            self._waiting.append(number := next(self._numbers))
+            self._under_way[number] = what, time.monotonic(), timeout
+        if number == 1:  # not sooner, as a rank is forked
+            threading.Thread(target=self._watch, name="fake nccl's watchdog", daemon=True).start()
+        return number
 
     def begin(self, number: int) -> None:
         """Wait until the operation may begin."""
@@ -75,10 +78,22 @@ class Turns:
             self._running += 1
             self._changed.notify_all()
 
-    def end(self) -> None:
+    def end(self, number: int) -> None:
         with self._changed:
+            del self._under_way[number]
             self._running -= 1
             self._changed.notify_all()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.1)
+            with self._changed:
+                for what, since, timeout in self._under_way.values():
+                    if (seconds := time.monotonic() - since) > timeout:
+                        ran = f"Timeout(ms)={1000 * timeout:.0f}, ran for {1000 * seconds:.0f} milliseconds"
+                        why = f"Watchdog caught collective operation timeout: {what}, {ran}"
+                        print(f"{why} before timing out.", file=sys.stderr, flush=True)
+                        os.abort()
 
 
 turns = Turns()
@@ -92,26 +107,23 @@ class Lane:
     def __init__(self) -> None:
         Lane.made += 1
         self.number = Lane.made
-        self._queue: queue.Queue[tuple[int, Any, Job]] = queue.Queue()
+        self.queue: queue.Queue[tuple[int, Any, Job]] = queue.Queue()
         threading.Thread(target=self._serve, name="fake nccl", daemon=True).start()
-
-    def put(self, operation: Any, job: Job) -> None:
-        self._queue.put((turns.launched(), operation, job))
 
     def _serve(self) -> None:
         while True:
-            number, operation, job = self._queue.get()
+            number, operation, job = self.queue.get()
             try:
                 operation.wait_until_it_may_begin()
                 turns.begin(number)
                 time.sleep(float(os.environ.get("FAKE_SLOW", "0")))
                 job()
-            except BaseException:
-                if "FAKE_DIE" in os.environ:  # with nccl the survivors of a death wait without end
+            except BaseException as error:
+                if is_lost_connection(str(error)):  # with nccl the survivors of a death wait without end
                     threading.Event().wait()
                 traceback.print_exc()
                 end("an operation failed")
-            turns.end()
+            turns.end(number)
             operation.done()
             del operation, job
 
@@ -171,8 +183,9 @@ def end(why: str) -> None:
 class Communicators:
     """A process group's communicators; it does what nccl does for one group."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._timeout = options._timeout.total_seconds()
         self._made: dict[tuple[int, ...], Communicator] = {}
         self._batch: list[tuple[str, Tensor, int]] | None = None
 
@@ -323,7 +336,8 @@ class Communicators:
     ) -> Any:
         die_if_due()
         operation = extension.Operation(name, lane.number, reads, writes)
-        lane.put(operation, job)
+        number = turns.launched(f"{name} of rank {self._rank}", self._timeout)
+        lane.queue.put((number, operation, job))
         return extension.Work(operation, writes, blocks)
 
 

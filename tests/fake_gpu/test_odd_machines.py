@@ -1,13 +1,20 @@
 """Test what a user of unusual machines, or of one that breaks, is told."""
 
 import os
+import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from comm.collectives import all_reduce
+from comm.script import joined
+from lab.cluster import Cluster
 from lab.ranks import RankError
+from tests.comm.places import places, started
 from tests.fake_gpu.ranks import SHORT, run_script
 
 train = partial(run_script, "data_parallel/train_naive.py", *SHORT, BACKEND="")
@@ -50,6 +57,48 @@ def test_a_gpu_that_a_torch_for_cuda_cannot_use_is_told_in_a_sentence(capfd):
     told = capfd.readouterr().err
     assert "rank 0: There is an NVIDIA GPU, and torch, built for CUDA 13.0, cannot use it" in told
     assert "Traceback" not in told
+
+
+def on_nccl(run: Callable[[Cluster], object], **variables: object) -> list[Any]:
+    """Run a function on two ranks that have joined each other; return results and errors."""
+
+    def join_and_run(cluster: Cluster) -> object:
+        with joined() as place:
+            return run(place)
+
+    variables |= {"BACKEND": "nccl"}
+    return started(
+        join_and_run, [{**one, "LOCAL_RANK": one["RANK"]} for one in places([0, 1], 2, **variables)]
+    )
+
+
+def run_ahead(cluster: Cluster) -> None:
+    """Launch operations that take 3 s in all, 50 ms each."""
+    for _ in range(60):
+        all_reduce(torch.ones(3, device="cuda"), async_op=True)
+    torch.cuda.synchronize()
+
+
+def test_an_operation_must_end_within_the_timeout_counted_from_its_launch(capfd):
+    assert on_nccl(run_ahead, FAKE_SLOW=0.05) == [None, None]
+    for error in on_nccl(run_ahead, FAKE_SLOW=0.05, OP_TIMEOUT=2):
+        assert "was killed by SIGABRT" in str(error)
+    assert "Watchdog caught collective operation timeout: all_reduce" in capfd.readouterr().err
+
+
+def be_stuck_on_rank_1(cluster: Cluster) -> None:
+    all_reduce(torch.ones(3, device="cuda"))
+    if cluster.rank == 1:
+        time.sleep(30)
+    all_reduce(torch.ones(3, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def test_a_stuck_rank_is_told_that_the_watchdog_of_the_other_has_ended_it(capfd):
+    on_nccl(be_stuck_on_rank_1, OP_TIMEOUT=2)
+    told = capfd.readouterr().err
+    assert "Watchdog caught collective operation timeout: all_reduce of rank 0" in told
+    assert "rank 1: rank 0 has died, so look for the first error in its log." in told
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Nccl : public c10d::Backend {
   Nccl(c10::intrusive_ptr<c10d::Store> store, int rank, int size, py::object options)
       : Backend(rank, size),
         options(options),
-        python_(py::module_::import("tests.fake_gpu.nccl").attr("Communicators")(store, rank, size)) {}
+        python_(py::module_::import("tests.fake_gpu.nccl").attr("Communicators")(store, rank, size, options)) {}
   ~Nccl() override {
     py::gil_scoped_acquire gil;
     python_ = options = py::object();
