@@ -11,7 +11,6 @@ SLOW = {"FAKE_SLOW": str(SECONDS)}
 def test_naive_hides_no_communication_and_its_step_includes_all_of_it():
     figures = run_script("data_parallel/train_naive.py", *SHORT, **SLOW)
     operations = figures["messages_sent"] / figures["steps"] / 2  # a ring of two sends two messages for each
-    assert figures["communication_seconds"] >= operations * SECONDS
     assert figures["step_seconds"] >= figures["compute_seconds"] + 0.99 * operations * SECONDS
     assert figures["hidden_share"] < 0.05
     assert figures["predicted_step_seconds"] >= 0.99 * operations * SECONDS
@@ -21,16 +20,6 @@ def test_communication_beside_the_backward_is_hidden():
     figures = run_script("data_parallel/train_overlap.py", *SHORT, "--metronome", "200ms", **SLOW)
     assert figures["hidden_share"] > 0.3
     assert figures["compute_seconds"] >= 0.2 * 3 * 2  # two layers
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"), [("compressed", ("--compress", "int8")), ("diloco", ("--sync-every", "1"))]
-)
-def test_the_lane_of_a_thread_shows_when_the_gpu_worked_and_not_when_work_was_launched(
-    mode: str, options: tuple[str, ...]
-):
-    figures = run_script(f"low_communication/train_{mode}.py", *SHORT, *options, **SLOW)
-    assert figures["communication_seconds"] >= SECONDS
 
 
 @pytest.mark.parametrize("script", ["train_1f1b.py", "train_afab.py"])

@@ -26,8 +26,8 @@ LAYERS = 2  # of the model
         ("tensor_parallel", 1),
         ("sequence_parallel", 1),
         ("pipeline_1f1b", 2),  # the rank that has the loss counts the targets of all microbatches
-        ("context_ring", 1),
-        ("context_all_to_all", 1),
+        ("context_ring --length 128", 1),
+        ("context_all_to_all --length 128", 1),
         ("expert_parallel", 1 + LAYERS),  # the sizes of a layer's messages depend on the router
         ("local_sgd", 1),
         ("data_parallel_compressed --compress int8", 3),  # two are of its thread

@@ -16,6 +16,7 @@ UNMEASURED = ("comm", "point_to_point", "train", "diloco_elastic", "hybrid_elast
 SENDS_ITSELF = ("fsdp", "tensor_parallel_native", "pipeline_native")  # on GPUs, with nccl only
 ARGUMENTS = {"comm": ("--mb", "0.25"), "point_to_point": (), "train": ("--steps", "3")}
 ARGUMENTS["diloco_plain"] = (*SHORT, "--sync-every", "3")
+ARGUMENTS["context_ring"] = ARGUMENTS["context_all_to_all"] = (*SHORT, "--length", "128")
 
 
 @pytest.mark.parametrize(("mode", "script"), [(mode, script) for mode, script, _ in MODES])
