@@ -36,9 +36,10 @@ def show(space: Workspace, options: argparse.Namespace) -> int:
         return 0
     present(space, exercise)
     problem = problem_of(exercise, space.open(exercise))
-    state = space.progress[exercise.name].state
+    everything = space.progress
+    state = everything[exercise.name].state
     console.print(escape(problem[1] if problem else f"The file is changed; its last check: {state}."))
-    if unmet := [name for name in exercise.needs if not space.progress[name].has_passed]:
+    if unmet := [name for name in exercise.needs if not everything[name].has_passed]:
         console.print(f"It builds on {', '.join(unmet)}.")
     console.print("Check your code each time you save:")
     console.print(f"    {typed(f'watch {exercise.name}')}")
@@ -60,18 +61,18 @@ def show_list(space: Workspace, options: argparse.Namespace) -> int:
     table = table_of("  exercise", "difficulty", "minutes", "state", "hints", "notebook")
     for number in (1, 2, 4, 5):
         table.columns[number].justify = "right"
-    following = space.next_exercise()
+    following, everything = space.next_exercise(), space.progress
     lesson = ""
     for e in EXERCISES:
         if (folder := e.target.partition(".")[0]) != lesson:
             lesson = folder
             table.add_row(f"[bold]{lesson}/[/]")
-        progress, mark = space.progress[e.name], "> " if e is following else "  "
+        progress, mark = everything[e.name], "> " if e is following else "  "
         hints = f"{progress.hints} of {len(e.hints)}"
         numbers = str(e.difficulty), str(e.minutes), coloured(progress), hints
         table.add_row(mark + e.name, *numbers, e.notebook.partition("_")[0])
     console.print(table)
-    done = sum(space.progress[e.name].has_passed for e in EXERCISES)
+    done = sum(everything[e.name].has_passed for e in EXERCISES)
     left = f"about {space.minutes_left()} minutes are left. Difficulty is 1 to 5."
     console.print(f"{done} of {len(EXERCISES)} have passed; {left}")
     console.print(f"{fixed(space)} bugs are fixed; `{typed('bugs')}` lists them.")
@@ -88,7 +89,8 @@ def coloured(progress: Progress) -> str:
 
 
 def fixed(space: Workspace) -> str:
-    return f"{sum(space.progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
+    progress = space.progress
+    return f"{sum(progress[one.name].has_passed for one in bugs())} of {len(bugs())}"
 
 
 def check(space: Workspace, options: argparse.Namespace) -> int:
@@ -146,12 +148,13 @@ def tell_next(space: Workspace, exercise: Exercise, result: Grade, goes_on: bool
     if result.state != PASSED:
         return
     lesson = exercise.lesson.relative_to(ROOT)
+    progress = space.progress
     left = [one.name for one in EXERCISES if one.module == exercise.module]
-    left = [name for name in left if not space.progress[name].has_passed]
+    left = [name for name in left if not progress[name].has_passed]
     opens = f"Open {lesson} after {', '.join(left)}." if left else f"You may open {lesson} now."
     console.print(f"`{typed(f'solution {exercise.name}')}` shows the lesson's code. {opens}")
     following = space.next_bug() if isinstance(exercise, Bug) else space.next_exercise()
-    if following is None or space.progress[following.name].has_passed:
+    if following is None or progress[following.name].has_passed:
         console.print("[green]It was the last one: all have passed.[/]")
     elif not goes_on:
         command = "bug" if isinstance(following, Bug) else "watch"
@@ -196,12 +199,12 @@ def reset(space: Workspace, options: argparse.Namespace) -> int:
 def show_bugs(space: Workspace, options: argparse.Namespace) -> int:
     table = table_of("bug", "state", "symptom")
     table.columns[0].no_wrap = True
-    group = None
+    group, progress = None, space.progress
     for one in bugs():
         if group != (group := f"{ORDER[lesson_of(one)]}, difficulty {one.difficulty} of 5"):
             table.add_row("")
             table.add_row(f"[bold]{group}[/]", "", f"{one.minutes} minutes each")
-        table.add_row(one.name, coloured(space.progress[one.name]), escape(one.symptom))
+        table.add_row(one.name, coloured(progress[one.name]), escape(one.symptom))
     console.print(table)
     console.print(f"{fixed(space)} are fixed. `{typed('bug NAME')}` makes the file of one.")
     return 0

@@ -136,11 +136,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def write_report(file: Path, summary: dict, student: str) -> None:
     """Write the report as JSON. If the file is a table, `x.csv`, add a row for each exercise."""
+    from exercises.workspace import locked
+
     if file.suffix != ".csv":
         file.write_text(json.dumps(summary, indent=1) + "\n")
         return
     columns = ("name", "state", "credit", "minutes")
-    with file.open("a", newline="") as table:
+    # Several students may be graded at once.
+    with locked(file.parent), file.open("a", newline="", encoding="utf-8") as table:
         rows = csv.writer(table)
         if not table.tell():
             rows.writerow(("student", *columns))

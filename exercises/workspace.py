@@ -1,9 +1,17 @@
-"""Keep a learner's files, the copies that `reset` makes of them, and the progress."""
+"""Keep a learner's files, the copies that `reset` makes of them, and the progress.
 
+Several commands may run at once, such as `watch` in one terminal and `check` in another. So nothing is held
+in memory: a command that changes something locks the folder, reads, and writes.
+"""
+
+import fcntl
 import json
+import os
 import sys
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exercises.catalog import EXERCISES, Exercise
@@ -28,6 +36,18 @@ def problem_of_submission(folder: Path) -> str | None:
     return f"There is no exercise's file in {folder}{meant}"
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a `with locked(folder)` block until this one ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a network's file system that has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 @dataclass
 class Progress:
     """Hold the last check of one exercise, the number of open hints, and a first wish for the solution."""
@@ -46,13 +66,29 @@ class Progress:
 
 @dataclass
 class Workspace:
-    """The folder with the learner's files. Every change is written to `.progress.json` at once."""
+    """The folder with the learner's files, and the progress in its `.progress.json`."""
 
     folder: Path = FOLDER
-    progress: dict[str, Progress] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.progress = defaultdict(Progress, self._read())
+    @property
+    def progress(self) -> dict[str, Progress]:
+        """Each exercise's progress as it is on disk now."""
+        if not self.progress_file.exists():
+            return defaultdict(Progress)
+        with locked(self.folder):
+            return self._read()
+
+    @contextmanager
+    def changed(self, exercise: str) -> Iterator[Progress]:
+        """Write what the `with` block changes in an exercise's progress, while no other command writes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            everything = self._read()
+            yield everything[exercise]
+            begun = {name: asdict(p) for name, p in everything.items() if p != Progress()}
+            new = self.progress_file.with_suffix(".new")  # an interrupt leaves the old file as it was
+            new.write_text(json.dumps(begun, indent=1) + "\n", encoding="utf-8")
+            new.replace(self.progress_file)
 
     @property
     def progress_file(self) -> Path:
@@ -65,7 +101,8 @@ class Workspace:
         """Return the learner's file, and make it if there is none yet."""
         if not (file := self.file(exercise)).exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(generated(exercise), encoding="utf-8")
+            with suppress(FileExistsError), file.open("x", encoding="utf-8") as new:
+                new.write(generated(exercise))
         return file
 
     def last(self) -> Exercise | None:
@@ -76,56 +113,47 @@ class Workspace:
 
     def next_exercise(self) -> Exercise | None:
         """Return the first exercise that has not passed, or None after the last."""
-        open_ones = (e for e in EXERCISES if not self.progress[e.name].has_passed)
-        return next(open_ones, None)
+        progress = self.progress
+        return next((one for one in EXERCISES if not progress[one.name].has_passed), None)
 
     def next_bug(self) -> Bug:
         """Return the first bug that the learner has not fixed, or the last one."""
-        return next((bug for bug in bugs() if not self.progress[bug.name].has_passed), bugs()[-1])
+        progress = self.progress
+        return next((bug for bug in bugs() if not progress[bug.name].has_passed), bugs()[-1])
 
     def minutes_left(self) -> int:
-        return sum(e.minutes for e in EXERCISES if not self.progress[e.name].has_passed)
+        progress = self.progress
+        return sum(one.minutes for one in EXERCISES if not progress[one.name].has_passed)
 
     def record(self, grade: Grade) -> None:
-        progress = self.progress[grade.name]
-        progress.state, progress.passed = grade.state, len(grade.passed)
-        progress.has_passed |= grade.state == PASSED
-        self.save()
+        with self.changed(grade.name) as progress:
+            progress.state, progress.passed = grade.state, len(grade.passed)
+            progress.has_passed |= grade.state == PASSED
 
     def hint(self, exercise: Exercise) -> list[str]:
         """Open one more hint, and return all hints that are open."""
-        progress = self.progress[exercise.name]
-        progress.hints = min(progress.hints + 1, len(exercise.hints))
-        self.save()
+        with self.changed(exercise.name) as progress:
+            progress.hints = min(progress.hints + 1, len(exercise.hints))
         return list(exercise.hints[: progress.hints])
 
     def solution(self, exercise: Exercise) -> str | None:
         """Return the lesson's own code after the exercise has passed or at the second wish, else None."""
-        progress = self.progress[exercise.name]
-        if progress.has_passed or progress.asked_for_solution:
-            return solution(exercise)
-        progress.asked_for_solution = True
-        self.save()
-        return None
+        with self.changed(exercise.name) as progress:
+            is_open = progress.has_passed or progress.asked_for_solution
+            progress.asked_for_solution = True
+        return solution(exercise) if is_open else None
 
     def reset(self, exercise: Exercise) -> Path | None:
         """Generate the file again. Return the copy of what the learner wrote, or None if there is none."""
         file, saved = self.file(exercise), None
-        if file.exists() and file.read_bytes() != generated(exercise).encode():
-            saved = self._free_name(exercise)
-            saved.parent.mkdir(parents=True, exist_ok=True)
-            file.replace(saved)
-        self.open(exercise)
-        self.progress[exercise.name] = Progress()
-        self.save()
+        with self.changed(exercise.name) as progress:
+            if file.exists() and file.read_bytes() != generated(exercise).encode():
+                saved = self._free_name(exercise)
+                saved.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(saved)
+            self.open(exercise)
+            vars(progress).update(asdict(Progress()))
         return saved
-
-    def save(self) -> None:
-        """Write the progress to a new file, and rename it: an interrupt leaves the old one as it was."""
-        new = self.progress_file.with_suffix(".new")
-        begun = {name: asdict(p) for name, p in self.progress.items() if p != Progress()}
-        new.write_text(json.dumps(begun, indent=1) + "\n", encoding="utf-8")
-        new.replace(self.progress_file)
 
     def _free_name(self, exercise: Exercise) -> Path:
         number = 1
@@ -135,14 +163,16 @@ class Workspace:
 
     def _read(self) -> dict[str, Progress]:
         """Return the progress on disk. A damaged file is set aside with a sentence."""
+        found: dict[str, Progress] = defaultdict(Progress)
         try:
             entries = json.loads(self.progress_file.read_text(encoding="utf-8"))
-            return {name: Progress(**entry) for name, entry in entries.items()}
+            found.update((name, Progress(**entry)) for name, entry in entries.items())
         except FileNotFoundError:
-            return {}
+            pass
         except (OSError, ValueError, TypeError, AttributeError):
             aside = self.progress_file.with_suffix(".damaged.json")
             self.progress_file.replace(aside)
             text = f"{self.progress_file} was damaged and is now {aside.name}; check the exercises again."
             print(text, file=sys.stderr)
-            return {}
+            return defaultdict(Progress)
+        return found

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -56,6 +57,29 @@ def test_progress_survives_and_a_failed_check_does_not_take_a_pass_back(space, c
     assert "passed earlier" in out and f"1 of {len(EXERCISES)} have passed" in out
     assert f"1 of {len(bugs())} bugs are fixed" in out
     assert f"about {again.minutes_left()} minutes are left" in out
+
+
+def test_watch_in_one_terminal_and_commands_in_another_see_and_keep_each_others_progress(space):
+    watching, other = Workspace(space.folder), Workspace(space.folder)
+    other.record(passed(SECOND.name))
+    other.hint(FIRST)
+    watching.record(passed(FIRST.name))
+    assert watching.next_exercise() == EXERCISES[2]
+    assert watching.hint(FIRST) == list(FIRST.hints[:2])
+    assert other.progress[FIRST.name].has_passed and other.progress[SECOND.name].has_passed
+
+
+def test_what_many_commands_change_at_the_same_time_is_all_kept(space):
+    def change(number: int) -> None:
+        for exercise in EXERCISES[1 + number :: 4]:
+            Workspace(space.folder).record(passed(exercise.name))
+        Workspace(space.folder).reset(FIRST)
+
+    space.open(FIRST).write_text(TEXT)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(change, range(4)))
+    assert {name for name, one in space.progress.items() if one.has_passed} == set(BY_NAME) - {FIRST.name}
+    assert [path.read_text() for path in (space.folder / ".saved").iterdir()] == [TEXT]
 
 
 def test_a_command_makes_the_file_once_and_a_reset_loses_nothing(space, capsys):
