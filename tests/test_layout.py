@@ -73,6 +73,15 @@ def test_an_algorithm_knows_messages_and_nothing_of_how_they_move():
         assert of_wire <= {"comm.wire.wire", "comm.wire.hosts"}, path
 
 
+def test_a_clone_on_windows_has_the_line_ends_with_which_bash_can_run_its_scripts():
+    files = subprocess.run(
+        ["git", "ls-files", "--eol"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    text = [line for line in files if not line.startswith("i/-text")]
+    assert len(text) > 500
+    assert [line for line in text if not re.match(r"i/(lf|none) .* attr/text=auto eol=lf ", line)] == []
+
+
 def test_git_has_nothing_that_a_run_has_left_in_the_root():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     entries = {name.partition("/")[0] for name in tracked.splitlines() if "/" in name and name[0] != "."}
