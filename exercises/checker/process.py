@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from exercises.catalog import ROOT, Exercise
-from lab.launch.main_module import main_module_hidden
+from lab.launch.main_module import main_module_hidden, start_forkserver
 
 _context: Any = multiprocessing.get_context("forkserver")
 BUSY = 5  # on a busy machine, how many seconds of the clock a second of computing may take
@@ -41,9 +41,7 @@ def warm_up(exercise: Exercise) -> None:
     # The first optimizer would import torch._dynamo.
     modules = [] if exercise.module.startswith("comm.") else ["torch._dynamo"]
     modules += ["exercises.checker.watched", "exercises.checker.run_tests", exercise.module, *tests]
-    with main_module_hidden():
-        _context.set_forkserver_preload(modules)
-        forkserver.ensure_running()
+    start_forkserver(modules)
 
 
 class Tests:

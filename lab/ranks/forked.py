@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from lab.launch.errors import WorkbookError
-from lab.launch.main_module import main_module_hidden
+from lab.launch.main_module import main_module_hidden, start_forkserver
 from lab.ranks.child import Job, rank_main
 
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)  # of the tags of ranks
@@ -35,14 +35,10 @@ def warm_up() -> None:
     """Start the forkserver now, so that it imports while the caller does something else."""
     if not _can_fork:
         raise WorkbookError("run_ranks forks its ranks, and Windows has no fork; run it in WSL 2.")
-    from multiprocessing.forkserver import ensure_running
-
     # torch.cuda.is_available() would start CUDA in the forkserver, and what is forked after that has no GPU.
     # With this variable torch asks the driver's library (NVML), which starts nothing.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with main_module_hidden():
-        _context.set_forkserver_preload(_preload)
-        ensure_running()
+    start_forkserver(_preload)
 
 
 class ForkedProcess:

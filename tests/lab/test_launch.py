@@ -13,6 +13,7 @@ from lab.launch import interrupt, threads
 from lab.launch.errors import Stopped, WorkbookError
 from lab.launch.interrupt import FORWARDED_SECONDS, StopRequest
 from lab.ranks import run_ranks
+from tests.run_modes import python
 
 
 def with_gpus(number: int) -> mock._patch:
@@ -97,3 +98,14 @@ def test_a_second_signal_later_stops_at_once_and_the_handlers_are_restored(clock
             send(signum)
             pytest.fail("went on after the second signal")
     assert stop.requested and [signal.getsignal(each) for each in (*BOTH, signal.SIGUSR1)] == before
+
+
+def test_processes_are_forked_also_where_the_folder_for_temporary_files_has_a_long_name(tmp_path):
+    (folder := tmp_path / ("a" * 90)).mkdir()
+    code = "import multiprocessing, lab.launch.main_module as ours\nours.start_forkserver([])\n"
+    code += "process = multiprocessing.get_context('forkserver').Process(target=print, args=['forked'])\n"
+    code += "process.start(), process.join()\nprint(multiprocessing.util.get_temp_dir())"
+    done = python("-c", code, TMPDIR=str(folder))
+    assert done.returncode == 0, done.stderr
+    said, used = done.stdout.splitlines()
+    assert said == "forked" and used.startswith("/tmp/pymp-") and not Path(used).exists()
