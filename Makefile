@@ -15,8 +15,25 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # This file exists where Linux has the driver of an AMD GPU.
 KFD ?= /dev/kfd
 
+.DEFAULT_GOAL := help
+TARGETS := run notebooks exercises compare diff site setup test lint check-runs check-exercises check-notebooks check-site containers slurm rehearse clean help
+.PHONY: $(TARGETS) install
+
+# A setting that a target does not read is refused, or, if it is in the environment, named.
+SETTINGS := RUN_MODE WORLD_SIZE MODES ARGS FROM TO LINK LINK_DELAY CONTAINERS
+READ_BY_run := RUN_MODE WORLD_SIZE ARGS LINK LINK_DELAY
+READ_BY_compare := MODES WORLD_SIZE ARGS LINK LINK_DELAY CONTAINERS
+READ_BY_diff := FROM TO
+$(foreach name,notebooks exercises test check-runs check-exercises check-notebooks check-site containers slurm rehearse,$(eval READ_BY_$(name) := ARGS))
+GOALS := $(filter $(TARGETS),$(MAKECMDGOALS))
+READ := $(foreach name,$(GOALS),$(READ_BY_$(name)))
+UNREAD = $(if $(GOALS),$(strip $(foreach name,$(filter-out $(READ),$(SETTINGS)),$(if $(filter $(1),$(origin $(name))),$(name)))))
+$(if $(call UNREAD,command),$(error make $(GOALS) reads $(or $(READ),no settings), and not $(call UNREAD,command)))
+$(if $(filter run compare,$(GOALS)),$(foreach name,$(filter RUN_MODE MODES CONTAINERS,$(call UNREAD,environment)), \
+    $(warning make $(GOALS) reads $(READ), and not $(name))))
+
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
-$(foreach name,PYTHON RUN_MODE WORLD_SIZE MODES ARGS FROM TO TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
+$(foreach name,PYTHON $(SETTINGS) TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
 # Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,10 +41,6 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV  := .venv
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
-
-.DEFAULT_GOAL := help
-TARGETS := run notebooks exercises compare diff site setup test lint check-runs check-exercises check-notebooks check-site containers slurm rehearse clean help
-.PHONY: $(TARGETS) install
 
 # `make run comm` would run the default lesson, and `make run MODE=comm` would ignore MODE.
 NO_TARGET := $(filter-out $(TARGETS) install my_notebooks $(READY),$(MAKECMDGOALS))
@@ -40,9 +53,11 @@ endif
 $(foreach name,STEPS SIZE SEED LR,$(if $(filter command,$(origin $(name))), \
     $(error $(name) is not a setting. A script's options stand in ARGS: make run ARGS='--steps 3')))
 
+run compare: export WORLD_SIZE := $(WORLD_SIZE)
+run compare: export ARGS := $(ARGS)
+run compare: export LINK := $(LINK)
+run compare: export LINK_DELAY := $(LINK_DELAY)
 run: export RUN_MODE := $(RUN_MODE)
-run: export WORLD_SIZE := $(WORLD_SIZE)
-run: export ARGS := $(ARGS)
 run: $(READY) ## run a script on this machine: make run RUN_MODE=comm WORLD_SIZE=4 ARGS='--json'
 	@exec env TORCHRUN='$(PY) -m lab.launch.torchrun' bash entrypoint.sh
 
@@ -59,8 +74,7 @@ exercises: $(READY) ## show the next exercise; ARGS=watch grades it on each save
 	@EXERCISES_BY_MAKE=1 $(PY) -m exercises $(ARGS)
 
 compare: export MODES := $(MODES)
-compare: export WORLD_SIZE := $(WORLD_SIZE)
-compare: export ARGS := $(ARGS)
+compare: export CONTAINERS := $(CONTAINERS)
 compare: $(READY) ## run several modes, and show them beside each other: make compare MODES='zero1 zero3' (CONTAINERS=1)
 	@exec $(PY) -m training.compare
 

@@ -53,7 +53,7 @@ TABLE
 LINK_TC=/usr/local/libexec/link-tc # a copy of tc that needs no root; only the image has it, see Dockerfile
 
 main() {
-    local script
+    local script name
     [ -w "${TMPDIR:-/tmp}" ] || refuse "${TMPDIR:-/tmp} cannot be written, and Python needs a place for temporary files: mount one there (docker run --tmpfs /tmp), or name one in TMPDIR."
     if [ "${RUN_MODE:-}" = list ]; then
         is_told_by_node0 || list_modes
@@ -68,6 +68,9 @@ main() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     set -f # a * in ARGS is passed on as it is, and not replaced by file names
     if [ -n "${TORCHRUN:-}" ]; then
+        for name in RESTART COMPOSE_PROFILES MASTER_ADDR MASTER_PORT; do
+            [ -z "${!name:-}" ] || say "make run does not use $name."
+        done
         # shellcheck disable=SC2086 # TORCHRUN and ARGS are several words each
         exec $TORCHRUN --nproc-per-node="${WORLD_SIZE:-2}" "$script" "$@" ${ARGS:-}
     fi

@@ -13,6 +13,7 @@ import pytest
 from tests.run_modes import MODES, ROOT
 
 SETTINGS = ("RUN_MODE", "WORLD_SIZE", "ARGS")
+OF_OTHER_WAYS = ("MODES", "FROM", "TO", "LINK", "LINK_DELAY", "CONTAINERS")
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ MADE = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")  # what `make test ARGS=...` han
 
 
 def make(checkout: Path, *words: str, timeout: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
-    own = (*SETTINGS, *MADE, "TORCH_INDEX_URL")
+    own = (*SETTINGS, *OF_OTHER_WAYS, *MADE, "TORCH_INDEX_URL")
     clean = {name: value for name, value in os.environ.items() if name not in own}
     command = ["make", "-C", str(checkout), "--no-print-directory", *words]
     return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=timeout)
@@ -85,6 +86,32 @@ def test_what_stands_in_the_wrong_place_runs_nothing(checkout, words, meant):
     done = make(checkout, *words.split())
     assert done.returncode == 2 and "RUN_MODE" not in done.stdout
     assert f"make run {meant}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run MODES=zero1", "make run reads RUN_MODE WORLD_SIZE ARGS LINK LINK_DELAY, and not MODES."),
+        ("compare RUN_MODE=zero1", "and not RUN_MODE."),
+        ("run CONTAINERS=1 FROM=naive", "and not FROM CONTAINERS."),
+        ("diff ARGS=--json", "make diff reads FROM TO, and not ARGS."),
+        ("lint ARGS=comm", "make lint reads no settings, and not ARGS."),
+    ],
+)
+def test_a_setting_that_a_target_does_not_read_is_refused(checkout, words, said):
+    done = make(checkout, *words.split())
+    assert done.returncode == 2 and done.stdout == "" and said in done.stderr
+
+
+def test_a_setting_in_the_environment_that_is_not_read_is_named_and_what_is_read_arrives(checkout):
+    (checkout / "entrypoint.sh").write_text("printenv LINK LINK_DELAY RUN_MODE\n")
+    text = "$(shell touch by_make)"
+    done = make(checkout, "run", MODES="zero1", CONTAINERS="1", LINK=text, LINK_DELAY="2ms", RUN_MODE="comm")
+    assert done.stdout.splitlines() == [text, "2ms", "comm"] and not (checkout / "by_make").exists()
+    assert [line.split()[-1] for line in done.stderr.splitlines()] == ["MODES", "CONTAINERS"]
+    done = make(checkout, "run", f"LINK={text}", "RUN_MODE=comm")
+    assert done.stdout.splitlines() == [text, "", "comm"]
+    assert not (checkout / "by_make").exists()
 
 
 PYTHON = """#!/usr/bin/env bash
@@ -199,6 +226,9 @@ def test_make_run_goes_through_torchrun(entrypoint):
     done = entrypoint(RUN_MODE="comm", WORLD_SIZE="3", ARGS="--json", TORCHRUN="echo torchrun", RANK="7")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"torchrun .*--nproc-per-node=3 comm/tour.py --json\n", done.stdout)
+    assert done.stderr == ""
+    done = entrypoint(RUN_MODE="comm", TORCHRUN="echo", RESTART="on-failure", MASTER_PORT="1")
+    assert done.stderr == "make run does not use RESTART.\nmake run does not use MASTER_PORT.\n"
 
 
 def test_a_node_beyond_the_world_says_so_and_exits_0(entrypoint):

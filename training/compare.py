@@ -3,8 +3,8 @@
     make compare MODES="data_parallel_naive data_parallel_overlap" ARGS='--link 200mbit,1ms'
     make compare MODES="data_parallel_naive data_parallel_overlap" LINK=200mbit CONTAINERS=1
 
-With CONTAINERS=1 each mode runs in containers, whose links are real. The picture is in traces/, which has the
-timelines of all modes on one scale.
+With CONTAINERS=1 each mode runs in containers, whose links are real. Without it LINK and LINK_DELAY stand for
+--link. The picture is in traces/, which has the timelines of all modes on one scale.
 """
 
 import json
@@ -36,7 +36,7 @@ Runs = dict[str, tuple[Figures, list[Event]]]
 
 def run_here(mode: str, words: str, folder: str) -> subprocess.CompletedProcess[str]:
     """Run a mode on this machine, with its trace in `folder`."""
-    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace {folder}"}
+    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace {folder}", "LINK": "", "LINK_DELAY": ""}
     settings["TORCHRUN"] = f"{sys.executable} -m lab.launch.torchrun"
     return _call(["bash", "entrypoint.sh"], settings)
 
@@ -44,7 +44,8 @@ def run_here(mode: str, words: str, folder: str) -> subprocess.CompletedProcess[
 def run_in_containers(mode: str, words: str, folder: str) -> subprocess.CompletedProcess[str]:
     """Run a mode in the containers of docker-compose.yaml, and copy the trace of rank 0 to `folder`."""
     compose = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
-    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace traces"}
+    settings = {"RUN_MODE": mode, "ARGS": f"{words} --json --trace traces", "RESTART": "no"}
+    settings["COMPOSE_PROFILES"] = "more" if int(os.environ.get("WORLD_SIZE") or 0) > 4 else ""
     try:
         started = _call([*compose, "up", "--build", "--no-color"], settings)
         node = _call([*compose, "ps", "--all", "--quiet", "node0"], settings).stdout.strip()
@@ -60,6 +61,24 @@ def run_in_containers(mode: str, words: str, folder: str) -> subprocess.Complete
 
 def _call(command: list[str], settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+
+
+def is_on(name: str) -> bool:
+    """Return whether a variable of the environment says yes. Raise WorkbookError if it says neither."""
+    text = os.environ.get(name, "").strip().lower()
+    if text not in ("", "0", "no", "false", "off", "1", "yes", "true", "on"):
+        raise WorkbookError(f"{name} is {text!r}; it must be 1 or 0.")
+    return text in ("1", "yes", "true", "on")
+
+
+def with_link(words: str) -> str:
+    """Return the options with the link that LINK and LINK_DELAY describe, which containers alone can have."""
+    rate, delay = (os.environ.get(name, "") for name in ("LINK", "LINK_DELAY"))
+    if not rate and not delay:
+        return words
+    if not rate or any(word.partition("=")[0] == "--link" for word in words.split()):
+        raise WorkbookError("Without CONTAINERS=1, LINK stands for --link: give one of them, with a rate.")
+    return f"{words} --link {rate}{delay and ','}{delay}".strip()
 
 
 def measure(modes: list[str], words: str, in_containers: bool) -> Runs:
@@ -144,10 +163,14 @@ def main(modes: list[str], words: str, in_containers: bool) -> None:
         raise WorkbookError(f"MODES: {without[0]} has no timeline to compare; choose modes that train a GPT.")
     if {"--json", "--trace"} & set(words.split()):
         raise WorkbookError("ARGS: make compare itself adds --json and --trace; leave them out.")
+    if in_containers and not (shutil.which("docker") and _call(["docker", "info"], {}).returncode == 0):
+        raise WorkbookError("CONTAINERS=1 needs Docker, and `docker info` finds no engine that runs here.")
+    words = words if in_containers else with_link(words)
     for mode in modes:
         done = _call(["bash", "entrypoint.sh"], {"RUN_MODE": mode, "TORCHRUN": "true"})  # starts no ranks
         if done.returncode:
-            raise WorkbookError(f"MODES: {done.stderr.strip()}")
+            said = done.stderr.strip()
+            raise WorkbookError(f"MODES: {said}" if "RUN_MODE" in said else said)
     runs = measure(modes, words, in_containers)
     path = PICTURES / f"compare_{time.strftime('%Y-%m-%d_%H-%M-%S')}.png"
     path.parent.mkdir(exist_ok=True)
@@ -160,11 +183,7 @@ def main(modes: list[str], words: str, in_containers: bool) -> None:
 
 if __name__ == "__main__":
     try:
-        main(
-            os.environ.get("MODES", "").split(),
-            os.environ.get("ARGS", ""),
-            bool(os.environ.get("CONTAINERS")),
-        )
+        main(os.environ.get("MODES", "").split(), os.environ.get("ARGS", ""), is_on("CONTAINERS"))
     except WorkbookError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

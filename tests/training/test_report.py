@@ -141,3 +141,33 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 def test_what_cannot_be_compared_is_refused_in_a_sentence(modes, words, sentence):
     with pytest.raises(WorkbookError, match=sentence):
         compare.main(modes.split(), words, in_containers=False)
+
+
+def test_a_comparison_simulates_the_link_that_containers_would_have(monkeypatch):
+    assert compare.with_link("--steps 3") == "--steps 3"
+    monkeypatch.setenv("LINK", "20mbit")
+    assert compare.with_link("") == "--link 20mbit"
+    monkeypatch.setenv("LINK_DELAY", "2ms")
+    assert compare.with_link("--steps 3") == "--steps 3 --link 20mbit,2ms"
+    with pytest.raises(WorkbookError, match="give one of them"):
+        compare.with_link("--link=1gbit")
+    monkeypatch.setenv("LINK", "")
+    with pytest.raises(WorkbookError, match="with a rate"):
+        compare.with_link("")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_on"), [("", False), ("0", False), ("no", False), ("False", False), ("1", True), ("on", True)]
+)
+def test_containers_are_started_only_where_the_setting_says_yes(monkeypatch, text, is_on):
+    monkeypatch.setenv("CONTAINERS", text)
+    assert compare.is_on("CONTAINERS") == is_on
+    monkeypatch.setenv("CONTAINERS", "4")
+    with pytest.raises(WorkbookError, match="CONTAINERS is '4'; it must be 1 or 0"):
+        compare.is_on("CONTAINERS")
+
+
+def test_a_comparison_in_containers_without_docker_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(compare.shutil, "which", lambda name: None)
+    with pytest.raises(WorkbookError, match="needs Docker"):
+        compare.main(["zero1", "zero2"], "", in_containers=True)
