@@ -38,6 +38,10 @@ $(foreach name,PYTHON $(SETTINGS) TORCH_INDEX_URL KFD,$(eval override $(name) :=
 # Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
 unexport PYTHONDONTWRITEBYTECODE
 
+# pip has to install into .venv, wherever it installs otherwise.
+unexport PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON
+override export PIP_USER := 0
+
 VENV  := .venv
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready

@@ -119,14 +119,14 @@ PYTHON = """#!/usr/bin/env bash
 case "$*" in
     "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
     "-m pip config list") cat pip_config 2>/dev/null ;;
-    "-m pip install"*) echo "$*" >> installed ;;
+    "-m pip install"*) echo "$* $PIP_USER$PIP_TARGET" >> installed ;;
     *torch.__version__*) echo "Ready: all is there" ;;
 esac
 """
 CPU = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
-def set_up(checkout: Path, *arguments: str) -> tuple[str, str]:
+def set_up(checkout: Path, *arguments: str, **env: str) -> tuple[str, str]:
     """Run `make setup` where no GPU is seen; return what pip is asked for, and what make says."""
     shutil.rmtree(checkout / ".venv")
     python = checkout / "python"
@@ -135,7 +135,7 @@ def set_up(checkout: Path, *arguments: str) -> tuple[str, str]:
     words = ["setup", f"PYTHON={python}", *arguments]
     if not any(argument.startswith("KFD=") for argument in arguments):
         words.append("KFD=/dev/null/no-driver")
-    done = make(checkout, *words)
+    done = make(checkout, *words, **env)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return (checkout / "installed").read_text(), done.stderr
 
@@ -166,6 +166,11 @@ def test_set_up_takes_the_index_that_it_is_given(checkout):
     installed, said = set_up(checkout, "TORCH_INDEX_URL=https://example.org/rocm", f"KFD={checkout}/kfd")
     assert "--extra-index-url https://example.org/rocm -r" in installed
     assert "AMD" not in said
+
+
+def test_set_up_installs_into_the_environment_wherever_pip_installs_otherwise(checkout):
+    installed, _ = set_up(checkout, PIP_USER="1", PIP_TARGET="/elsewhere")
+    assert installed.endswith("-r requirements.txt 0\n")
 
 
 @pytest.mark.parametrize("source", ["global.index-url='https://example.org'", ":env:.find-links='/wheels'"])
