@@ -45,6 +45,7 @@ from comm.membership.settings import (
 )
 from comm.membership.store import meeting_store, within
 from lab.cluster import Cluster
+from lab.launch.ending import complete
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK, own_interface
 from lab.launch.launcher import end_with_launcher, restart_count
@@ -98,7 +99,8 @@ def join() -> Cluster:
 
 
 def leave(cluster: Cluster) -> None:
-    """Leave the group. Rank 0 leaves last, because it hosts the store."""
+    """Leave the group, after the work of threads. Rank 0 leaves last, because it hosts the store."""
+    complete()
     liveness.finish()
     dist.destroy_process_group()
     liveness.wait_for_the_others(10.0)

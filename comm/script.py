@@ -16,6 +16,7 @@ from comm.membership import liveness
 from comm.rendezvous import join, leave
 from comm.wire.groups import is_lost_connection
 from lab.cluster import Cluster
+from lab.launch.ending import abandon
 from lab.launch.errors import UsageError, WorkbookError, reason
 from lab.launch.launcher import run_in_a_child
 from lab.launch.usage import is_told_by_rank_0, print_help_if_asked, read_words
@@ -78,6 +79,7 @@ def joined() -> Iterator[Cluster]:
         timeouts = ("Timed out waiting", "Connect timeout")  # of gloo
         if isinstance(error, RuntimeError) and any(text in str(error) for text in timeouts):
             _exit("another rank has not answered within OP_TIMEOUT: look for one that is stuck or paused.", 1)
+        abandon()
         liveness.fail(f"{type(error).__name__}: {error}".partition("\n")[0], patience=0.0)
         error.add_note(f"This was on rank {os.environ.get('RANK', '0')}.")
         raise

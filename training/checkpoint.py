@@ -53,6 +53,7 @@ from comm.collectives import Group
 from comm.exchange import exchange, naming_a_lost_rank, on_all, on_main
 from comm.wire.groups import timeout_of
 from lab.cluster import Cluster
+from lab.launch.ending import complete_at_end
 from lab.launch.errors import WorkbookError, reason
 from lab.launch.gloo_threads import keep_from_preempting
 from training.finite import not_finite
@@ -107,6 +108,7 @@ class Checkpoints:
         arguments = self._folder / f"step-{step}", manifest, mine
         self._writer = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._writer.start()
+        complete_at_end(self._writer)
 
     def _copied(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return copies in host memory. The next save uses this memory again."""

@@ -11,7 +11,6 @@ brings its number of bytes along (Frame), and its send is done when the receiver
 the streams moves it while its rank computes.
 """
 
-import atexit
 import json
 import os
 import select
@@ -21,6 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
@@ -50,13 +50,15 @@ _FRAME = struct.Struct("=q")
 _is_ending = threading.Event()
 
 
-@atexit.register
 def _end_helpers() -> None:
     """Stop the threads before the interpreter ends: one that is inside torch then would abort the process."""
     _is_ending.set()
     for thread in threading.enumerate():
         if thread.name == _HELPER:
             thread.join(5)
+
+
+Finalize(None, _end_helpers, exitpriority=0)  # after the work that lab/launch/ending.py completes
 
 
 class Frame:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from comm.wire.groups import Group, group_of
+from lab.launch.ending import complete_at_end
 from lab.trace.timeline import span
 
 COMMUNICATION_THREAD = "communication"
@@ -106,12 +107,18 @@ class GroupQueue:
                         target=self._serve, name=COMMUNICATION_THREAD, daemon=True
                     )
                     self._thread.start()
+                    complete_at_end(self)
                 self._changed.notify_all()
         if here:
             self._run(handle)
         if not async_op:
             handle.wait()
         return handle
+
+    def join(self) -> None:
+        """Wait for the end of all operations so far."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._busy)
 
     def _run(self, handle: Handle) -> None:
         try:

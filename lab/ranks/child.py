@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lab import replace
 from lab.cluster import Cluster
 from lab.launch.devices import device_of
+from lab.launch.ending import complete
 from lab.launch.gloo_threads import keep_from_preempting
 from lab.launch.interface import LOOPBACK
 from lab.ranks import stacks
@@ -121,7 +122,9 @@ def _call(job: Job, parent: Parent) -> Any:
         dist.barrier(device_ids=[device.index] if "nccl" in job.backend else None)
     parent.pipe.send_bytes(READY)
     with replace.apply(replacements):
-        return fn(cluster, *args, parent) if job.stays else fn(cluster, *args)
+        result = fn(cluster, *args, parent) if job.stays else fn(cluster, *args)
+    complete()
+    return result
 
 
 def form_group(backend: str, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:

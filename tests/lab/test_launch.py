@@ -109,3 +109,26 @@ def test_processes_are_forked_also_where_the_folder_for_temporary_files_has_a_lo
     assert done.returncode == 0, done.stderr
     said, used = done.stdout.splitlines()
     assert said == "forked" and used.startswith("/tmp/pymp-") and not Path(used).exists()
+
+
+WORK = """
+import multiprocessing, sys, threading, time
+from lab.launch.ending import complete_at_end
+
+def main(seconds, mistake):
+    thread = threading.Thread(target=lambda: print("done", time.sleep(seconds)), daemon=True)
+    thread.start()
+    complete_at_end(thread)
+    if mistake:
+        raise KeyError("a mistake")
+"""
+
+
+@pytest.mark.parametrize(
+    "way", ["main(*{})", "multiprocessing.get_context('fork').Process(target=main, args={}).start()"]
+)
+def test_a_process_that_ends_well_completes_the_work_of_threads_and_one_with_an_error_ends_at_once(way):
+    assert python("-c", WORK + way.format((0.2, False))).stdout == "done None\n"
+    begin = time.monotonic()
+    done = python("-c", WORK + way.format((60, True)))
+    assert time.monotonic() - begin < 30 and "KeyError: 'a mistake'" in done.stderr and not done.stdout

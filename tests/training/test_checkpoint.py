@@ -47,6 +47,17 @@ def test_a_layout_loads_what_another_has_saved(tmp_path):
         assert run_ranks(load, after, folder, tensor_after) == [2] * after
 
 
+def test_a_rank_that_ends_well_first_completes_a_save_for_which_nothing_has_waited(tmp_path):
+    def end(cluster: Cluster, folder: Path) -> None:
+        write = checkpoint.write_tensors
+        checkpoint.write_tensors = lambda *given: (time.sleep(0.5), write(*given))
+        shards = shards_of_rank(cluster.rank, cluster.world_size, 2)
+        Checkpoints(folder, cluster).save(1, shards, {"value": 2})
+
+    run_ranks(end, 2, tmp_path)
+    assert run_ranks(load, 2, tmp_path) == [2, 2]
+
+
 def test_a_shard_takes_its_elements_of_a_full_tensor_whatever_the_strides_are():
     full = torch.arange(1.0, 25).view(4, 6)
     permuted = torch.zeros(3, 2).T
