@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     hide_torch_warnings()  # such as those of a machine that leaves after the one that has the store
     os.environ[launcher.PID] = str(os.getpid())
     logging.disable(logging.ERROR)
-    options = ["--signals-to-handle=SIGTERM,SIGHUP,SIGQUIT", f"--log-dir={os.devnull}"]
+    options = [f"--signals-to-handle={','.join(_signals_to_handle())}", f"--log-dir={os.devnull}"]
     try:
         is_local = not any(argument.startswith(("--nnodes", "--rdzv")) for argument in argv)
         run.main([*options, *(_local_rendezvous() if is_local else []), *argv])
@@ -93,6 +93,12 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     """Turn the first Ctrl-C into SIGTERM, which also ends a rank inside gloo, and ignore further ones."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _signals_to_handle() -> list[str]:
+    """Return the signals that end all ranks, without those that nohup or a shell has switched off."""
+    names = [name for name in ("SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    return ["SIGTERM", *(name for name in names if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN)]
 
 
 def _pass_stop_requests_on() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.places import free_port
+from tests.processes import is_alive
 from tests.run_modes import ROOT, python, start_python
 
 LAUNCH = ["-m", "lab.launch.torchrun", "--nproc-per-node=2"]
@@ -186,6 +187,19 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path, times):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_ranks_under_nohup_stay_after_their_terminal_has_closed(tmp_path):
+    (script := tmp_path / "script.py").write_text(STUCK)
+    command = ["nohup", sys.executable, *LAUNCH, script, tmp_path]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as launcher:
+        try:
+            pids = pids_of_ranks(tmp_path)
+            os.killpg(launcher.pid, signal.SIGHUP)  # as a terminal does it that closes
+            time.sleep(1)
+            assert launcher.poll() is None and all(is_alive(pid) for pid in pids)
+        finally:
+            launcher.terminate()
 
 
 def test_ctrl_c_at_the_launcher_of_a_training_lets_the_ranks_save(tmp_path):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lab.launch import interrupt, threads
+from lab.launch import interrupt, threads, torchrun
 from lab.launch.errors import Stopped, WorkbookError
 from lab.launch.interrupt import FORWARDED_SECONDS, StopRequest
 from lab.ranks import run_ranks
@@ -109,6 +109,16 @@ def test_processes_are_forked_also_where_the_folder_for_temporary_files_has_a_lo
     assert done.returncode == 0, done.stderr
     said, used = done.stdout.splitlines()
     assert said == "forked" and used.startswith("/tmp/pymp-") and not Path(used).exists()
+
+
+def test_a_signal_that_nohup_has_switched_off_does_not_end_the_launcher():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert "SIGHUP" in torchrun._signals_to_handle()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert {"SIGTERM"} <= set(torchrun._signals_to_handle()) <= {"SIGTERM", "SIGQUIT"}
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 WORK = """
