@@ -18,3 +18,17 @@ def load_ipython_extension(shell: Any) -> None:
     shell.register_magics(magics)
     shell.push({"push": magics.push, "pull": magics.pull})
     atexit.register(magics.stop)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Stop the ranks, and take back what `load_ipython_extension` has registered; also for %reload_ext."""
+    magics = shell.magics_manager.registry.pop("RanksMagics")
+    magics.stop()
+    atexit.unregister(magics.stop)
+    places = [(shell.user_ns, "push"), (shell.user_ns, "pull")]
+    places += [
+        (shell.magics_manager.magics[kind], name) for kind in magics.magics for name in magics.magics[kind]
+    ]
+    for table, name in places:
+        if getattr(table.get(name), "__self__", None) is magics:
+            del table[name]

@@ -17,6 +17,7 @@ from IPython.utils.capture import capture_output
 from lab.launch.errors import WorkbookError
 from lab.notebook.prediction import Prediction, predict
 from lab.trace.gantt import Event
+from tests.processes import is_alive
 
 PROMPTLY = 20  # seconds; nothing else would end such a cell within minutes
 
@@ -140,6 +141,20 @@ def test_ranks_are_restarted_stopped_and_started_when_a_cell_needs_them(shell):
     assert run(shell, "%ranks stop") == "The ranks have stopped."
     assert run(shell, "%ranks stop") == "No ranks are running. %ranks 4 starts four."
     assert run(shell, "%%rank 3\nworld_size").endswith("rank 3: 4")
+    run(shell, "%ranks 3")
+
+
+def test_ranks_end_when_the_extension_is_unloaded_or_loaded_again(shell):
+    run(shell, "mine = push")
+    for command in ("%reload_ext lab.notebook", "%unload_ext lab.notebook"):
+        run(shell, "%ranks 2")
+        run(shell, "%%ranks\nimport os\nprocess = os.getpid()")
+        run(shell, "processes = pull('process')")
+        run(shell, command)
+        assert not any(map(is_alive, shell.user_ns["processes"].values()))
+    assert "push" not in shell.user_ns and "mine" in shell.user_ns
+    assert not {"ranks", "rank"} & {name for kind in shell.magics_manager.magics.values() for name in kind}
+    run(shell, "%load_ext lab.notebook")
     run(shell, "%ranks 3")
 
 
