@@ -1,19 +1,27 @@
 """Ranks and predictions work in the kernel of a Jupyter notebook."""
 
 import re
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from lab.launch.errors import WorkbookError
+from lab.notebook import KERNEL, load_ipython_extension
+from tests.notebooks.books import BOOKS, ROOT, cells_of
 
-def outputs_of(cells: list[str], fails: int) -> list[list[Any]]:
+
+def outputs_of(cells: list[str], fails: int, folder: Path = ROOT) -> list[list[Any]]:
     """Run the cells in a kernel; return the outputs of each. The cell `fails` must end with an error."""
     sources = [textwrap.dedent(cell).strip() for cell in cells]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = NotebookClient(book, timeout=60, kernel_name="python3")
+    place = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(book, timeout=60, kernel_name="python3", resources=place)
     with client.setup_kernel():
         for i, cell in enumerate(book.cells):
             try:
@@ -65,3 +73,25 @@ def test_functions_and_cells_run_on_ranks_and_a_deadlock_can_be_interrupted():
     assert outputs[6][0]["data"]["text/plain"] == "ranks 0, 1: tensor([1.])"
     example, result = outputs[7]
     assert "there is no keyboard" in example["text"] and result["data"]["text/plain"] == "(2, 2)"
+
+
+def test_in_a_clone_another_kernel_than_its_own_is_told_which_to_choose_and_installs_nothing(tmp_path):
+    first = next(cell.source for cell in cells_of(BOOKS[0]) if cell.cell_type == "code")
+    (folder := tmp_path / "notebooks").mkdir()
+    (tmp_path / "lab").mkdir()
+    foreign = "import os, sys\nsys.modules['lab'] = None\nos.environ['PATH'] = ''"
+    [_, said] = outputs_of([foreign, first], 1, folder)
+    assert [one["evalue"] for one in said if one.output_type == "error"] == [KERNEL]
+    assert "Fetching" not in str(said) and not list(folder.iterdir())
+
+
+def test_a_kernel_of_another_clone_or_without_the_libraries_is_told_which_to_choose(tmp_path, monkeypatch):
+    (folder := tmp_path / "notebooks").mkdir()
+    (tmp_path / "lab" / "notebook").mkdir(parents=True)
+    (tmp_path / "lab" / "notebook" / "__init__.py").touch()
+    with pytest.raises(WorkbookError, match="has no lab.notebook.magics. Choose .venv"):
+        monkeypatch.setitem(sys.modules, "lab.notebook.magics", None)
+        load_ipython_extension(None)
+    monkeypatch.chdir(folder)
+    with pytest.raises(WorkbookError, match=f"runs the workbook in {ROOT}, another clone. Choose .venv"):
+        load_ipython_extension(None)

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 
 from exercises.names import all_exercises
+from lab.notebook import KERNEL
 from tests.notebooks.books import BOOKS, NAMES, ROOT, cells_of
 
 README = (ROOT / "notebooks" / "README.md").read_text("utf-8")
@@ -63,8 +64,9 @@ def test_it_opens_in_colab_and_codespaces_where_its_first_cell_fetches_the_workb
     assert f"https://codespaces.new/{project})" in first
     start = next(cell.source for cell in cells_of(book) if cell.cell_type == "code")
     lines = [line.strip() for line in start.splitlines()]
-    assert lines[:2] == ["try:", "import lab"] and lines[4].startswith("!git clone")
-    assert lines[4].endswith(ADDRESS) and lines[5] == f"%run {project.partition('/')[2]}/notebooks/colab.py"
+    assert lines[:3] == ["try:", "import lab", "except ImportError:"] and lines[8].startswith("!git clone")
+    assert KERNEL in lines[5] and not any(line[:1] in "!%" for line in lines[:8])
+    assert lines[8].endswith(ADDRESS) and lines[9] == f"%run {project.partition('/')[2]}/notebooks/colab.py"
     assert "\n%load_ext lab.notebook\n%ranks " in start
 
 
