@@ -31,7 +31,7 @@ and the W computes them (deferred.py). In GPipe and 1F1B this list stays empty.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -94,8 +94,6 @@ class Pipeline(OwnStages):
         self.row, self.receives = table[self.rank], receives_before(table, self.rank)
         self.proven = proven_by(table, self.rank)
         self.split = {action[1:] for action in self.row if action.kind == INPUT_GRADIENT}
-        for stage in self.stages.values():
-            stage.deferring = Deferring
         self.chunk_of = {int(stage): chunk for chunk, stage in enumerate(self.stages)}
         self.kept: dict[Place, tuple[Tensor, GradientEdge | None]] = {}  # from a forward to its backward
         self.later: dict[Place, Later] = {}  # weight gradients to compute
@@ -152,7 +150,8 @@ class Pipeline(OwnStages):
         """Return the stage's output, or its share of the mean loss, and keep what the backward needs."""
         place = microbatch, stage
         later = self.later.setdefault(place, []) if place in self.split else None
-        y = self.stages[str(stage)](x, target, later)
+        with self.splitting(place):
+            y = self.stages[str(stage)](x, target, later)
         if target is not None:
             y = y * self.shares[microbatch]
         self.kept[place] = x, get_gradient_edge(y) if y.requires_grad else None
@@ -165,8 +164,13 @@ class Pipeline(OwnStages):
         """
         x, edge = self.kept.pop((microbatch, stage))
         if edge is not None:  # a first stage that is frozen has no gradient to compute
-            torch.autograd.backward([edge], [dy])
+            with self.splitting((microbatch, stage)):
+                torch.autograd.backward([edge], [dy])
         return x.grad
+
+    def splitting(self, place: Place) -> AbstractContextManager[Any]:
+        """Split the layers that a forward computes, or a backward again, if the table has I and W there."""
+        return Deferring(self.later[place]) if place in self.later else nullcontext()
 
     def shown(self, action: Action) -> AbstractContextManager[None]:
         """Show the action in the timeline."""

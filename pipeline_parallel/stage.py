@@ -11,10 +11,9 @@ and comparisons find its parameters.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,6 @@ class Stage(nn.Module):
         self.loss_of: LossOf | None = None
         self.clock: DeviceClock | None = None
         self.output: Tensor | None = None  # its shape and dtype, see `OwnStages`
-        self.deferring: Callable[[Later], AbstractContextManager[Any]] | None = None  # deferred.py
         for path in (path for part in parts for path in part.modules):
             container, _, name = path.rpartition(".")
             if container and container not in self._modules:
@@ -53,17 +51,16 @@ class Stage(nn.Module):
             (self.get_submodule(container) if container else self).add_module(name, model.get_submodule(path))
 
     def forward(self, x: Tensor, target: Tensor | None = None, later: Later | None = None) -> Tensor:
-        """Return the output or the loss. With `later` the backward leaves weight gradients to that list."""
+        """Return the output or the loss. The clock's backward leaves its weight gradients to `later`."""
         if self.clock is not None:
             return self.clock.forward(x, self.output if target is None else None, later)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, target, later, use_reentrant=False)
-        return self._compute(x, target, later)
+            return checkpoint(self._compute, x, target, use_reentrant=False)
+        return self._compute(x, target)
 
-    def _compute(self, x: Tensor, target: Tensor | None, later: Later | None) -> Tensor:
-        with nullcontext() if later is None or self.deferring is None else self.deferring(later):
-            for part in self.parts:
-                x = part.forward(self, x)
+    def _compute(self, x: Tensor, target: Tensor | None) -> Tensor:
+        for part in self.parts:
+            x = part.forward(self, x)
         if target is not None:
             assert self.loss_of is not None, "only the last stage has a loss"
             # The mean over no target at all is not a number.

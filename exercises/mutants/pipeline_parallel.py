@@ -5,6 +5,7 @@ from exercises.mutants import mutant
 TRAINING = "tests/pipeline_parallel/test_training.py::"
 NARRATED = "tests/pipeline_parallel/test_narrated.py::"
 BY_HAND = "tests/pipeline_parallel/test_by_hand.py::"
+DEFERRED = "tests/pipeline_parallel/test_deferred.py::"
 
 mutant(
     "pipeline_activations_kept",
@@ -83,6 +84,14 @@ mutant(
 )
 
 mutant(
+    "pipeline_complex_weight_gradient",
+    "With split backwards complex layers learn nonsense: dW is made of x, and not of its conjugate.",
+    target="pipeline_parallel.deferred.SplitLinear.backward",
+    changes={"x.flatten(0, -2).conj()": "x.flatten(0, -2)"},
+    killer=DEFERRED + "test_a_complex_layers_gradients_are_autograds",
+)
+
+mutant(
     "pipeline_deadlock_on_an_even_number_of_ranks",
     (
         "With tied weights training hangs on 2 or 4 ranks but not on 3: two ranks wait for each other"
@@ -127,6 +136,18 @@ mutant(
 )
 
 mutant(
+    "pipeline_input_taken_for_a_weight",
+    (
+        "With split backwards the stages before attention-like layers learn nonsense: an input that stands "
+        "where linear() takes the weight is taken for one, and has no gradient when it is sent."
+    ),
+    target="pipeline_parallel.deferred.can_be_split",
+    changes={"type(each) is nn.Parameter and ": ""},
+    killer=DEFERRED
+    + "test_in_every_use_of_a_linear_layer_gradients_are_autograds[the input stands where the weight does]",
+)
+
+mutant(
     "pipeline_last_microbatchs_activations",
     "With several microbatches gradients are wrong: each backward uses the last forward's activations.",
     target="pipeline_parallel.pipeline.Pipeline.run_backward",
@@ -163,6 +184,23 @@ mutant(
         ),
     },
     killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[zb_v]",
+)
+
+mutant(
+    "pipeline_recomputed_with_other_layers",
+    (
+        "With split backwards a block that checkpoints itself raises an error: the backward computes its "
+        "layers again as one node each, where the forward made two."
+    ),
+    target="pipeline_parallel.pipeline.Pipeline.run_backward",
+    changes={
+        "with self.splitting((microbatch, stage)):\n    torch.autograd.backward([edge], [dy])": (
+            "torch.autograd.backward([edge], [dy])"
+        )
+    },
+    killer=TRAINING + "test_blocks_that_checkpoint_themselves_train_in_every_schedule[False]",
+    symptom="With split backwards a block that checkpoints itself raises an error.",
+    fails_with="CheckpointError",
 )
 
 mutant(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from comm.point_to_point import isend
 from lab.check import assert_same
@@ -165,6 +166,34 @@ def test_recomputation_drops_out_the_same(cluster: Cluster):
         pipeline.step(x, y)
         gradients.append(own_gradients(pipeline))
     assert_same(gradients[1], gradients[0], RTOL)
+
+
+class CheckpointedBlock(nn.Module):
+    """Computes two layers again in the backward, by itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed(use_reentrant: bool) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (CheckpointedBlock(use_reentrant) for _ in range(3))
+    return nn.Sequential(nn.Linear(5, 5), *blocks, nn.Linear(5, 6)).double()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2, timeout=60)
+def test_blocks_that_checkpoint_themselves_train_in_every_schedule(cluster: Cluster, use_reentrant: bool):
+    for name in SCHEDULES:
+        for recompute in (False, True):
+            compare_schedule(
+                cluster, name, 3, partial(checkpointed, use_reentrant), vectors, recompute=recompute
+            )
 
 
 @on_ranks(2, timeout=20)

@@ -76,6 +76,7 @@ def test_it_passes_with_the_lessons_code_and_each_of_its_tests_fails_untouched(e
 # What the lesson's class does, and the stub of an open exercise does not ask for.
 NOT_ASKED = {
     ("open_moe", "expert_choices_counted_again"),  # to count the choices at all
+    ("deferred_weight_gradients", "pipeline_complex_weight_gradient"),  # numbers that are not real
     ("zero2", "zero2_buckets_add_up"),  # to free gradients before finish_gradient_sync()
 }
 # If an exercise's tests include the mutant's killer, test_mutants.py has shown that it fails.
