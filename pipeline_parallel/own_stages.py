@@ -71,7 +71,7 @@ class OwnStages(nn.Module):
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
-            stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s])
+            stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s], s)
         stages[-1].loss_of = loss_of
         clock = None if tick is None else DeviceClock(tick / len(own))
         for stage in own.values():

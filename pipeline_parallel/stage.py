@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from lab.launch.errors import WorkbookError
+from lab.launch.errors import WorkbookError, reason
 from lab.models.parts import ModelPart, as_sequential, parts_of
 from lab.trace.device_clock import DeviceClock, Later
 from training.valid_targets import is_valid
@@ -68,11 +68,39 @@ class Stage(nn.Module):
         # Under torch.autocast the next stage still gets the dtype that it expects.
         return x if self.output is None else x.to(self.output.dtype)
 
-    def output_like(self, x: Tensor) -> Tensor:
-        """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed."""
-        held = {name: tensor.to("meta") for name, tensor in (*self.named_parameters(), *self.named_buffers())}
-        with torch.no_grad():
-            return functional_call(self, held, (x.to("meta"),))
+    def output_like(self, x: Tensor, number: int = 0) -> Tensor:
+        """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed.
+
+        It is a run without numbers, of which the modules keep nothing: no buffer, no attribute. As in
+        training, the input requires a gradient, but not that of stage 0. WorkbookError if this does not run.
+        """
+        held = {name: _like(tensor) for name, tensor in (*self.named_parameters(), *self.named_buffers())}
+        before = [(part, vars(part).copy(), part._buffers.copy()) for part in self.modules()]
+        try:
+            given = x.detach().to("meta").requires_grad_(number > 0)
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                return functional_call(self, held, (given,)).detach()
+        except (RuntimeError, ValueError) as error:
+            why = reason(error).rstrip(".")
+            if "in-place" in why:
+                why = "its first layers change it in place, so leave inplace=True out there"
+            elif isinstance(error, NotImplementedError) or "meta tensors" in why:
+                why = "it asks for numbers, but shapes must be known before there are any"
+            raise WorkbookError(
+                f"Stage {number} cannot run on an input of shape {tuple(x.shape)} and {x.dtype}: {why}."
+            ) from error
+        finally:
+            for part, attributes, buffers in before:
+                for own, kept in ((vars(part), attributes), (part._buffers, buffers)):
+                    own.clear()
+                    own.update(kept)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory. Only what counts stays a number, because modules look at it."""
+    if tensor.dim() == 0 and not tensor.is_floating_point():
+        return tensor.detach().cpu().clone()
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
 def balanced_stages(

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
+from lab.check import assert_same
 from lab.launch.errors import WorkbookError
 from lab.models.parts import parts_of
-from pipeline_parallel.stage import Stage, costs_of, cut
+from pipeline_parallel.stage import Stage, balanced_stages, costs_of, cut
 from tests.pipeline_parallel.equivalence import cnn, gpt, images, mlp, text, vectors
 
 README = Path(__file__).parents[2] / "pipeline_parallel" / "README.md"
@@ -48,6 +49,30 @@ def test_however_a_model_is_cut_its_stages_in_a_row_are_the_model(make, batch_of
                 assert (like.shape, like.dtype) == (passed_on.shape, passed_on.dtype), ranges
                 assert like.device.type == "meta"
             assert torch.equal(passed_on, expected), ranges
+
+
+class Caching(nn.Module):
+    """Counts its calls, and keeps a tensor and a buffer of the first one, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls, self.angles = nn.BatchNorm1d(5, momentum=None), 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.angles is None:
+            self.angles = x.detach().cos()
+            self.register_buffer("scale", torch.ones_like(x))
+        return self.norm(x) * self.angles * self.scale * (2 if torch.rand(()) < 0.5 else 3)
+
+
+def test_finding_a_shape_leaves_no_trace_in_modules_and_random_numbers():
+    module = Caching()
+    stage, state, attributes = balanced_stages([module], 1)[0], torch.get_rng_state(), vars(module).copy()
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    assert stage.output_like(torch.ones(3, 5)).shape == (3, 5)
+    assert torch.equal(torch.get_rng_state(), state) and vars(module) == attributes
+    assert_same(dict(module.named_buffers()), buffers, 0, "buffer")
 
 
 @EACH_MODEL

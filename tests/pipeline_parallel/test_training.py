@@ -48,7 +48,7 @@ from tests.pipeline_parallel.equivalence import (
     vectors,
 )
 from tests.pipeline_parallel.rows import parse_row
-from tests.refusals import refusal
+from tests.refusals import refusal, the_one_sentence
 from training.evaluation import evaluating
 
 forked.preload("pipeline_parallel.train_torch_pipelining")
@@ -419,6 +419,40 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
     )
     for sentence, start in zip(first, starts, strict=True):
         assert sentence.startswith(start), sentence
+
+
+class Drop(nn.Linear):
+    """Drops rows, and so has an output whose shape depends on numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[x[:, 0] > 0])
+
+
+class Sign(nn.Linear):
+    """Returns whole numbers, which have no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sign().long()
+
+
+def test_a_stage_that_cannot_be_trained_is_refused_in_a_sentence_on_all_ranks():
+    """Else one rank would fail in its first forward or backward, and the others would lose it."""
+    changed = "its first layers change it in place, so leave inplace=True out there."
+    floats = "on an input of shape (2, 5) and torch.float32: "
+
+    def work(cluster: Cluster, *made: Any) -> str:
+        stages = [make() for make in made]
+        return refusal(Pipeline, stages, table_of("1f1b", 2, 2), loss_of, torch.ones(2, 5))
+
+    for first, second, sentence in (
+        (nn.Linear, lambda *_: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5)), floats + changed),
+        (nn.Linear, lambda *_: nn.Sequential(nn.Flatten(0), nn.Dropout(inplace=True)), floats + changed),
+        (nn.Linear, lambda *_: nn.Linear(4, 5), floats + "a and b must have same reduction dim"),
+        (Sign, nn.Linear, "torch.int64: only Tensors of floating point dtype can require gradients."),
+        (Drop, nn.Linear, floats + "it asks for numbers, but shapes must be known before there are any."),
+    ):
+        text = the_one_sentence(run_ranks(work, 2, partial(first, 5, 5), partial(second, 5, 5)))
+        assert text.startswith("Stage ") and sentence in text, text
 
 
 def test_a_rank_without_parameters_is_refused_on_all_ranks():
