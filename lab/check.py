@@ -59,7 +59,7 @@ def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, flo
         return f"there is {'none, but one' if actual is None else 'one, but none'} is expected"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    a, e = (each.as_subclass(Tensor).double().cpu() for each in (actual, expected))
+    a, e = (_real(each.as_subclass(Tensor)).double().cpu() for each in (actual, expected))
     if torch.equal(a, e):
         return ""
     scale = max(_largest(e), floor)
@@ -70,6 +70,11 @@ def _difference(actual: Tensor | None, expected: Tensor | None, rtol: float, flo
     if abs(factor - 1) > 1e-3 and _largest(a - factor * e) <= max(rtol, 1e-6) * abs(factor) * scale:
         return f"{factor:.6g} times what it should be"
     return f"off by {worst:.3g}, where the largest element is {_largest(e):.3g}"
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the tensor, or the real and the imaginary parts of a complex one."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _largest(tensor: Tensor) -> float:

@@ -11,7 +11,7 @@ and comparisons find its parameters.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Literal
 
@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lab.launch.errors import WorkbookError, reason
+from lab.models.blocks import same_buffers
 from lab.models.parts import ModelPart, as_sequential, parts_of
 from lab.trace.device_clock import DeviceClock, Later
 from training.valid_targets import is_valid
@@ -55,7 +56,8 @@ class Stage(nn.Module):
         if self.clock is not None:
             return self.clock.forward(x, self.output if target is None else None, later)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._compute, x, target, use_reentrant=False)
+            again = partial(same_buffers, self)
+            return checkpoint(self._compute, x, target, use_reentrant=False, context_fn=again)
         return self._compute(x, target)
 
     def _compute(self, x: Tensor, target: Tensor | None) -> Tensor:

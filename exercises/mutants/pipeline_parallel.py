@@ -27,6 +27,17 @@ mutant(
 )
 
 mutant(
+    "pipeline_buffers_counted_twice",
+    (
+        "With recomputation BatchNorm evaluates worse: the second forward of a microbatch enters its "
+        "running statistics again."
+    ),
+    target="pipeline_parallel.stage.Stage.forward",
+    changes={", context_fn=again": ""},
+    killer=TRAINING + "test_batch_norm_counts_each_microbatch_once[True]",
+)
+
+mutant(
     "pipeline_by_hand_gradients_in_reverse",
     "Gradients are wrong: ranks run the backwards in different orders and mix up the microbatches.",
     target="pipeline_parallel.train_afab.AllForwardAllBackward.backward_of",
@@ -207,7 +218,7 @@ mutant(
     "pipeline_recomputed_with_other_masks",
     "With recomputation and dropout gradients are wrong: the second forward draws other dropout masks.",
     target="pipeline_parallel.stage.Stage.forward",
-    changes={"use_reentrant=False)": "use_reentrant=False, preserve_rng_state=False)"},
+    changes={"use_reentrant=False,": "use_reentrant=False, preserve_rng_state=False,"},
     killer=TRAINING + "test_recomputation_drops_out_the_same",
 )
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid_parallel.planner.shapes import ModelShape, flops_per_token
+from lab.check import assert_same, gradients
 from lab.launch.errors import WorkbookError
+from lab.models.blocks import recompute_blocks
 from lab.models.digits import load_digits
 from lab.models.model import GPT, MLP, BabyCNN, GPTConfig, loss_of
 from lab.models.text import global_batch, load_corpus, microbatches, rank_slice, split
@@ -121,3 +124,36 @@ def test_a_cnn_learns_to_read_digits_and_takes_larger_images_too():
             optimizer.step()
     assert (model(test_images).argmax(-1) == test_labels).float().mean() > 0.8
     assert BabyCNN(28, num_classes=7)(torch.rand(3, 1, 28, 28)).shape == (3, 7)
+
+
+class Average(nn.Module):
+    """Has buffers that each forward changes, and its output depends on: one is replaced, one written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.count = self.count + 1
+        self.mean.mul_(0.5).add_(y.detach().mean(0))
+        return y * (self.count + self.mean.clone())
+
+
+def test_recomputation_changes_neither_the_gradients_nor_the_buffers():
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        blocks = [nn.Sequential(nn.Linear(4, 4), norm, nn.Dropout(0.3), nn.Tanh()) for norm in norms]
+        model = nn.Sequential(nn.Sequential(*blocks, Average(), spectral, nn.Linear(4, 4)).double())
+        if recompute:
+            recompute_blocks(model)
+        losses = [model(x).square().sum() for x in torch.randn(3, 6, 4, dtype=torch.float64)]
+        for loss in losses:
+            loss.backward()
+        found.append(gradients(model) | dict(model.named_buffers()))
+    assert_same(found[1], found[0], 0, "gradient or buffer")

@@ -196,6 +196,25 @@ def test_blocks_that_checkpoint_themselves_train_in_every_schedule(cluster: Clus
             )
 
 
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(5), nn.BatchNorm1d(5, momentum=None), nn.BatchNorm1d(5)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), norm) for norm in norms), nn.Linear(5, 6)).double()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2, timeout=60)
+def test_batch_norm_counts_each_microbatch_once(cluster: Cluster, recompute: bool):
+    (x, y), model = vectors(6), normalised()
+    for part in x.chunk(3):
+        model(part)
+    for name in SCHEDULES:
+        pipeline = Pipeline(normalised(), table_of(name, 2, 3), loss_of, x[:2], recompute=recompute)
+        assert_same(pipeline.full_state_dict(), normalised().state_dict(), 0, "before the first step:")
+        pipeline.step(x, y)
+        assert_same(pipeline.full_state_dict(), model.state_dict(), what=f"{name}: state")
+
+
 @on_ranks(2, timeout=20)
 def test_1f1b_holds_no_more_microbatches_than_ranks_come_after(cluster: Cluster):
     x, y = vectors(6)
