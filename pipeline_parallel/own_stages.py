@@ -40,8 +40,6 @@ class OwnStages(nn.Module):
     replaces computing: it is the seconds of a microbatch's forward in all stages of a rank.
     """
 
-    takes_frozen_stages = False
-
     def __init__(
         self,
         stages: Sequence[Stage],
@@ -57,11 +55,6 @@ class OwnStages(nn.Module):
         self.rank_of = {stage: stage for stage in range(len(stages))} if rank_of is None else rank_of
         if (ranks := dist.get_world_size(group)) != (wanted := len({*self.rank_of.values()})):
             raise WorkbookError(f"The schedule is for {wanted} ranks, and there are {ranks}.")
-        if not self.takes_frozen_stages and not any(p.requires_grad for p in stages[0].parameters()):
-            raise WorkbookError(
-                "All parameters of the first stage are frozen, so it has no backward: take a class that runs "
-                "a table, such as Pipeline, or cut the model so that the stage trains some."
-            )
         self.rank, self.group = dist.get_rank(group), group
         self.device = example.device
         self.last, self.microbatches = len(stages) - 1, microbatches
@@ -107,7 +100,13 @@ class OwnStages(nn.Module):
         self._is_complete = False  # the gradients of the copies are equal
 
     def finish_gradient_sync(self) -> None:
-        """Give both copies of a shared parameter the sum of their gradients; call it before the optimizer."""
+        """Give both copies of a shared parameter the sum of their gradients, and unused parameters zeros.
+
+        Call it before the optimizer.
+        """
+        for parameter in self.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for copy, peer in [] if self._is_complete else self.tied:
             if not copy.requires_grad:
                 continue
@@ -150,6 +149,10 @@ class OwnStages(nn.Module):
         """Return memory for a boundary's activation or its gradient, which are sent contiguous."""
         like = self.boundaries[boundary]
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+
+    def gradient_of(self, given: Tensor) -> Tensor:
+        """Return the gradient of a stage's input, after the backward. It is zeros if none has come there."""
+        return torch.zeros_like(given) if given.grad is None else given.grad
 
     def later_copies(self) -> set[nn.Parameter]:
         """Return this rank's copies of shared parameters whose other copy is on a lower rank."""

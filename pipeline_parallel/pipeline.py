@@ -74,8 +74,6 @@ class Pipeline(OwnStages):
     parameters: clip them with this class's own `clip_grad_norm_`.
     """
 
-    takes_frozen_stages = True
-
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -154,7 +152,7 @@ class Pipeline(OwnStages):
             y = self.stages[str(stage)](x, target, later)
         if target is not None:
             y = y * self.shares[microbatch]
-        self.kept[place] = x, get_gradient_edge(y) if y.requires_grad else None
+        self.kept[place] = x, get_gradient_edge(y) if y.grad_fn is not None else None
         return y.detach()
 
     def run_backward(self, microbatch: int, stage: int, dy: Tensor | None) -> Tensor | None:
@@ -163,10 +161,10 @@ class Pipeline(OwnStages):
         If the backward is split, the weight gradients of linear layers are left to `later`.
         """
         x, edge = self.kept.pop((microbatch, stage))
-        if edge is not None:  # a first stage that is frozen has no gradient to compute
+        if edge is not None:  # no gradient flows through a stage that is frozen or detaches its input
             with self.splitting((microbatch, stage)):
                 torch.autograd.backward([edge], [dy])
-        return x.grad
+        return self.gradient_of(x) if stage > 0 else None
 
     def splitting(self, place: Place) -> AbstractContextManager[Any]:
         """Split the layers that a forward computes, or a backward again, if the table has I and W there."""

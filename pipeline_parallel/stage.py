@@ -55,10 +55,16 @@ class Stage(nn.Module):
         """Return the output or the loss. The clock's backward leaves its weight gradients to `later`."""
         if self.clock is not None:
             return self.clock.forward(x, self.output if target is None else None, later)
-        if self.recompute and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self._compute(x, target)
+        if self.recompute:
             again = partial(same_buffers, self)
-            return checkpoint(self._compute, x, target, use_reentrant=False, context_fn=again)
-        return self._compute(x, target)
+            y = checkpoint(self._compute, x, target, use_reentrant=False, context_fn=again)
+        else:
+            y = self._compute(x, target)
+        has_gradient = y.requires_grad or not (y.is_floating_point() or y.is_complex())
+        # If no gradient flows through the stage, its backward finds nothing, and is no error.
+        return y if has_gradient else y.detach().requires_grad_()
 
     def _compute(self, x: Tensor, target: Tensor | None) -> Tensor:
         for part in self.parts:

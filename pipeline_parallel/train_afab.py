@@ -76,7 +76,7 @@ class AllForwardAllBackward(OwnStages):
         if rank > 0:
             for transfer in self.returning:  # the gradient before, so that only one is kept
                 transfer.wait()
-            self.returning = [isend(given.grad, rank - 1, self.down)]
+            self.returning = [isend(self.gradient_of(given), rank - 1, self.down)]
 
     def end_step(self) -> Tensor | None:
         for transfer in (*self.leaving.values(), *self.returning):  # they must stay until they are sent

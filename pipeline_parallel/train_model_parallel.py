@@ -67,7 +67,7 @@ class ModelParallel(OwnStages):
             # Backward, which frees this microbatch's activations, and send.
             made.backward(gradient)
             if rank > 0:
-                send(given.grad, rank - 1, self.down)
+                send(self.gradient_of(given), rank - 1, self.down)
         return self.end_step()
 
 

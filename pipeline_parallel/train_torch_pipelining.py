@@ -12,6 +12,7 @@
       become nodes that leave dW for later         paths to the input and to the weights part; W begins there
       the first stage's I goes through its layers  its I is empty, and its W is the full backward
       an output may be a view                      not in zero bubble, so it is copied here
+      a stage may detach its input                 in zero bubble its weights then have no gradients
       the loss is divided by m                     the gradients are divided by m after the last backward
                                                    (scale_grads), twice for a parameter that two stages of a
                                                    rank share; so scale_grads is off here
@@ -75,8 +76,6 @@ class TorchPipeline(OwnStages):
 
     All ranks make it together: neighbouring ranks exchange a number. WorkbookError for what PyTorch refuses.
     """
-
-    takes_frozen_stages = True
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ mutant(
     "pipeline_by_hand_sends_the_activation_back",
     "All stages but the last learn nonsense: an activation is sent back instead of its gradient.",
     target="pipeline_parallel.train_model_parallel.ModelParallel.step",
-    changes={"send(given.grad,": "send(given.detach(),"},
+    changes={"send(self.gradient_of(given),": "send(given.detach(),"},
     killer=NARRATED + "test_model_parallel_equals_one_process",
 )
 
@@ -183,6 +183,19 @@ mutant(
     killer=TRAINING + "test_two_ranks_train_with_microbatches_as_one_process[1f1b]",
     cause="only the last one used",
     symptom="The printed loss is noisy and too small, and training is right.",
+)
+
+mutant(
+    "pipeline_nothing_sent_for_a_detached_stage",
+    (
+        "With a layer under no_grad training hangs: the stage has no gradient of its input, sends nothing, "
+        "and the stage before waits."
+    ),
+    target="pipeline_parallel.own_stages.OwnStages.gradient_of",
+    changes={"torch.zeros_like(given) if given.grad is None else given.grad": "given.grad"},
+    killer=TRAINING + "test_a_stage_through_which_no_gradient_flows_gives_zeros[1f1b]",
+    symptom="With a layer under no_grad training hangs.",
+    fails_with=("waited until the timeout", "lost the connection"),
 )
 
 mutant(

@@ -29,8 +29,8 @@ from pipeline_parallel.own_stages import OwnStages
 from pipeline_parallel.pipeline import Pipeline
 from pipeline_parallel.schedules import SCHEDULES, one_f_one_b, stages_per_rank, table_of
 from pipeline_parallel.stage import Stage, balanced_stages
-from pipeline_parallel.train_afab import AllForwardAllBackward
 from pipeline_parallel.train_torch_pipelining import TORCH_SCHEDULES, TorchPipeline
+from tests.equivalence import mean_gradients
 from tests.on_ranks import on_ranks
 from tests.pipeline_parallel.equivalence import (
     ALL_SCHEDULES,
@@ -43,6 +43,7 @@ from tests.pipeline_parallel.equivalence import (
     gradients_of,
     images,
     mlp,
+    only,
     own_gradients,
     text,
     vectors,
@@ -84,7 +85,7 @@ def frozen(*names: str) -> nn.Module:
     return model
 
 
-# The last freezes the first of two stages, which the lessons by hand do not expect.
+# The last freezes the first of two stages.
 FROZEN = (("head",), ("blocks.1.mlp",), ("token_embedding", "position_embedding", "blocks.0"))
 
 
@@ -107,10 +108,53 @@ def test_two_ranks_train_with_microbatches_as_one_process(cluster: Cluster, name
         compare(microbatches, partial(mlp, stages), vectors)
     compare(3, partial(gpt, num_layers=max(2, stages - 2)), text, steps=2)  # tied weights
     if stages <= 4:
-        for names in FROZEN[:2] if lesson in BY_HAND.values() else FROZEN:
+        for names in FROZEN:
             compare(2, partial(frozen, *names), text)
         compare(2, cnn if lesson is TorchPipeline else transposed, images)
         compare(2, tied_sequential, text)
+
+
+class Detached(nn.Linear):
+    """Lets no gradient through, or none of every other microbatch; if `frozen`, also none to its weights."""
+
+    def __init__(self, is_always: bool, frozen: bool) -> None:
+        super().__init__(6, 6)
+        self.is_always, self.frozen, self.calls = is_always, frozen, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.is_always and self.calls % 2:
+            return super().forward(x)
+        with torch.set_grad_enabled(not self.frozen):
+            return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, by) in PIPELINES.items() if by is not TorchPipeline])
+@on_ranks(3, timeout=60, group_timeout=5)
+def test_a_stage_through_which_no_gradient_flows_gives_zeros(cluster: Cluster, name: str):
+    schedule, chunks, lesson = PIPELINES[name]
+    table, (x, y) = table_of(schedule, 3, 4, chunks), vectors(8, width=6)
+    stages = len(placement(table))
+
+    def make(at: int, how: tuple[bool, bool]) -> nn.Module:
+        torch.manual_seed(0)
+        layers = (Detached(*how) if i == at else nn.Linear(6, 6) for i in range(stages))
+        return nn.Sequential(*layers).double()
+
+    for at in (0, stages // 2, stages - 1):
+        for how in ((True, False), (True, True), (False, False), (False, True)):
+            model = make(at, how)
+            for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+                if (loss := loss_of(model(part), target)).requires_grad:
+                    (loss / 4).backward()
+            if lesson is None:
+                pipeline: Any = Pipeline(make(at, how), table, loss_of, x[:2])
+            else:
+                pipeline = lesson(balanced_stages(make(at, how), stages), 4, loss_of, x[:2])
+            pipeline.step(x, y)
+            pipeline.finish_gradient_sync()
+            expected, found = mean_gradients(model), own_gradients(pipeline)
+            assert_same(found, only(expected, found), RTOL, f"gradient, {name}, {how} in stage {at},")
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -414,14 +458,11 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
         x, y = vectors(4)
         model, table = mlp(5), one_f_one_b(3, 2)
         pipeline = Pipeline(model, table, loss_of, x[:2])
-        frozen = mlp(3)
-        frozen.layers[0].requires_grad_(False)
         calls = [
             lambda: Pipeline(model, one_f_one_b(2, 2), loss_of, x),
             lambda: Pipeline(mlp(2), table, loss_of, x),
             lambda: Pipeline(nn.Linear(2, 2), table, loss_of, x),
             lambda: Pipeline(shared_by_three(), table, loss_of, torch.zeros(2, 4)),
-            lambda: AllForwardAllBackward(balanced_stages(frozen, 3, "layers"), 2, loss_of, x[:2]),
             lambda: pipeline.step(x[:3], y[:3]),
         ]
         return [refusal(call) for call in calls]
@@ -433,7 +474,6 @@ def test_what_does_not_fit_is_refused_in_a_sentence_on_all_ranks():
         "2 parts cannot be cut into 3 stages: take fewer ranks or --chunks, or more --layers.",
         "A Linear cannot be cut into stages: give an nn.Sequential",
         "Stages of three ranks share a parameter",
-        "All parameters of the first stage are frozen, so it has no backward",
         "The pipeline was made for x and y of 4 rows, in 2 microbatches, and got 3 and 3",
     )
     for sentence, start in zip(first, starts, strict=True):
