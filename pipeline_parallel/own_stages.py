@@ -125,6 +125,7 @@ class OwnStages(nn.Module):
         A step after the tied gradients were added up is refused. `shares` has each microbatch's share of the
         loss: of the `num_targets` valid targets of the step, or by default of those in y (valid_targets.py).
         """
+        self._refuse_shape(x)
         rows = self.microbatches * len(self.boundaries[0])
         if len(x) != rows or len(y) != rows:
             raise WorkbookError(
@@ -141,14 +142,26 @@ class OwnStages(nn.Module):
         self.shares = [count / self.num_targets for count in counts]
         self.losses: list[Tensor] = []  # each microbatch's share of the loss
 
+    def _refuse_shape(self, x: Tensor) -> None:
+        """Raise WorkbookError unless examples have the shape for which the stages were made."""
+        if x.shape[1:] != (like := self.boundaries[0]).shape[1:]:
+            raise WorkbookError(
+                f"The pipeline was made for microbatches of shape {tuple(like.shape)}, and got an x of shape "
+                f"{tuple(x.shape)}: only the first dimension may differ, so pad sequences to one length."
+            )
+
     def end_step(self) -> Tensor | None:
         """Return the loss of the batch on the rank of the last stage, None on the others."""
         return torch.stack(self.losses).sum() if self.losses else None
 
-    def buffer_for(self, boundary: int) -> Tensor:
-        """Return memory for a boundary's activation or its gradient, which are sent contiguous."""
+    def buffer_for(self, boundary: int, rows: int | None = None) -> Tensor:
+        """Return memory for a boundary's activation or its gradient, which are sent contiguous.
+
+        `rows` are those of the microbatch, if it has not as many as the example.
+        """
         like = self.boundaries[boundary]
-        return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        shape = like.shape if rows in (None, len(self.boundaries[0])) else (rows, *like.shape[1:])
+        return torch.empty(shape, dtype=like.dtype, device=self.device)
 
     def gradient_of(self, given: Tensor) -> Tensor:
         """Return the gradient of a stage's input, after the backward. It is zeros if none has come there."""
@@ -161,15 +174,22 @@ class OwnStages(nn.Module):
     @torch.no_grad()
     def forward_only(self, x: Tensor) -> Tensor | None:
         """Return the outputs for a batch on the rank of the last stage, None elsewhere. All ranks call it."""
+        self._refuse_shape(x)
         arriving = list(x.chunk(self.microbatches))
+        rows, expected = [len(part) for part in arriving], len(self.boundaries[0])
+        sent = [self.boundaries[s] for s in range(1, self.last + 1)]
+        if {*rows} != {expected} and any(len(like) != expected for like in sent):
+            raise WorkbookError(
+                f"A stage returns other rows than it takes, so evaluate microbatches of {expected} rows: x "
+                f"has {len(x)}, and {self.microbatches} microbatches have {self.microbatches * expected}."
+            )
         for name, stage in self.stages.items():
             index = int(name)
             made, leaving = [], []
             before, after = (self.rank_of.get(index + step, self.rank) for step in (-1, 1))
-            for part in arriving:
+            for part, number in zip(arriving, rows, strict=True):
                 if before != self.rank:
-                    like = self.boundaries[index]
-                    part = torch.empty((len(part), *like.shape[1:]), dtype=like.dtype, device=self.device)
+                    part = self.buffer_for(index, number)
                     recv(part, before, self.channels.of(before, self.rank))
                 made.append(stage(part))
                 if after != self.rank:

@@ -68,10 +68,10 @@ class Pipeline(OwnStages):
     `example` is a microbatch of the input. `balance` says how the model is cut (stage.py), and the other
     options are those of OwnStages.
 
-    Limits: all microbatches have the size of `example` (a DataLoader needs drop_last=True). x, y and what
-    stages send are single tensors. The loss is a mean over all valid targets, and BatchNorm sees one
-    microbatch at a time. Gradients are complete after `finish_gradient_sync`, on the ranks that have the
-    parameters: clip them with this class's own `clip_grad_norm_`.
+    Limits: all microbatches have the shape of `example` (a DataLoader needs drop_last=True). x, y and what
+    stages send are single tensors, and a stage does not change its input. The loss is a mean over all valid
+    targets, and BatchNorm sees one microbatch at a time. Gradients are complete after `finish_gradient_sync`,
+    on the ranks that have the parameters: clip them with this class's own `clip_grad_norm_`.
     """
 
     def __init__(

@@ -514,6 +514,52 @@ def test_a_stage_that_cannot_be_trained_is_refused_in_a_sentence_on_all_ranks():
         assert text.startswith("Stage ") and sentence in text, text
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "gpipe by hand", "1f1b of torch"])
+def test_examples_of_another_shape_are_refused_in_a_sentence_on_all_ranks(name: str):
+    schedule, _, lesson = PIPELINES[name]
+
+    def work(cluster: Cluster) -> list[str]:
+        table, (x, y) = table_of(schedule, 2, 4), text(8)
+        stages, longer = placement(table), torch.cat([x, x], 1)
+        if lesson is None:
+            pipeline: Any = Pipeline(gpt(block_size=2 * x.shape[1]), table, loss_of, x[:2])
+        elif lesson is TorchPipeline:
+            pipeline = TorchPipeline(balanced_stages(gpt(), len(stages)), schedule, 4, x[:2], stages)
+        else:
+            pipeline = lesson(balanced_stages(gpt(), len(stages)), 4, loss_of, x[:2])
+        pipeline.step(x, y)
+        calls = [
+            lambda: pipeline.step(longer, torch.cat([y, y], 1)),
+            lambda: pipeline.step(x[:, 1:], y[:, 1:]),
+            lambda: pipeline.forward_only(longer),
+            lambda: pipeline.forward_only(x[:1, 1:]),
+        ]
+        return [refusal(call) for call in calls]
+
+    sentences = zip(*run_ranks(work, 2), strict=True)
+    for shape, each in zip(("(8, 10)", "(8, 4)", "(8, 10)", "(1, 4)"), sentences, strict=True):
+        assert f"was made for microbatches of shape (2, 5), and got an x of shape {shape}: " in (
+            the_one_sentence(each)
+        )
+
+
+def test_a_stage_may_return_other_rows_than_it_takes_and_is_evaluated_with_whole_microbatches():
+    def work(cluster: Cluster) -> str:
+        x, y = (torch.cat([part.unsqueeze(1)] * 3, 1) for part in vectors(8))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Flatten(0, 1), nn.Linear(6, 6)).double()
+        pipeline = Pipeline(model, one_f_one_b(2, 4), lambda out, y: loss_of(out, y.flatten()), x[:2])
+        pipeline.step(x, y)
+        outputs = pipeline.forward_only(x)
+        assert outputs is None if cluster.rank == 0 else torch.equal(outputs, model(x))
+        return refusal(pipeline.forward_only, x[:7])
+
+    assert the_one_sentence(run_ranks(work, 2)) == (
+        "A stage returns other rows than it takes, so evaluate microbatches of 2 rows: x has 7, and 4 "
+        "microbatches have 8."
+    )
+
+
 def test_a_rank_without_parameters_is_refused_on_all_ranks():
     def work(cluster: Cluster) -> str:
         model = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
