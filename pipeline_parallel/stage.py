@@ -10,6 +10,7 @@ nothing. A stage keeps its modules under the names that they have in the full mo
 and comparisons find its parameters.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -141,17 +142,32 @@ def cut(costs: Sequence[float], stages: int) -> list[range]:
         )
     until = [0.0, *accumulate(costs)]
 
+    def ends_of_first(start: int, stages: int) -> range:
+        """Return where the first of so many stages, which begins at `start`, can end."""
+        return range(start + 1, n - stages + 2) if stages > 1 else range(n, n + 1)
+
     @cache
-    def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return the largest cost, the sum of squared costs and the ends of the stages from `start` on."""
-        found = []
-        for end in range(start + 1, n - stages + 2) if stages > 1 else [n]:
-            cost = until[end] - until[start]
-            largest, squares, ends = best(end, stages - 1) if stages > 1 else (0.0, 0.0, ())
-            found.append((max(cost, largest), cost**2 + squares, (end, *ends)))
+    def least(start: int, stages: int) -> float:
+        """Return the smallest cost that the most expensive of the stages from `start` on can have."""
+        if stages == 0:
+            return 0.0
+        ends = ends_of_first(start, stages)
+        return min(max(until[end] - until[start], least(end, stages - 1)) for end in ends)
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """Return the smallest sum of squared costs, if none is above `most`, and minus the stages' ends."""
+        if stages == 0:
+            return 0.0, ()
+        found: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
+        for end in ends_of_first(start, stages):
+            if (cost := until[end] - until[start]) <= most:
+                squares, ends = best(end, stages - 1)
+                found.append((cost**2 + squares, (-end, *ends)))
         # Of equal cuts take the last one: a part that costs nothing, such as an activation function, then
         # goes with the part before it.
-        return min(found, key=lambda each: (*each[:2], [-end for end in each[2]]))
+        return min(found)
 
-    *_, ends = best(0, stages)
+    most = least(0, stages)
+    ends = [-end for end in best(0, stages)[1]]
     return [range(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]

@@ -23,6 +23,7 @@ EXERCISES = (
         target="pipeline_parallel.stage.cut",
         tests=(
             SPLIT + "test_no_cut_has_a_cheaper_dearest_stage",
+            SPLIT + "test_beside_an_expensive_part_the_others_are_even",
             SPLIT + "test_layers_that_stages_do_not_divide_are_spread_evenly",
             SPLIT + "test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks",
             SPLIT + "test_more_stages_than_parts_are_refused_in_a_sentence",
@@ -42,10 +43,10 @@ EXERCISES = (
             "If the first stage ends at part e, the rest is the same problem with fewer parts and one stage "
             "less. So try every e, and take the best: a recursive function of where a stage starts and how "
             "many stages are left.",
-            "Let it return a tuple that can be compared: the largest cost of a stage, the sum of squared "
-            "costs, and where the stages end, with a minus so that later is smaller. min() then takes the "
-            "best one.",
-            "Decorate it with functools.cache, because it is called with the same arguments again and "
+            "A first such function returns the smallest cost that the most expensive stage can have. A "
+            "second one tries no stage above it, and returns a tuple: the sum of squared costs, and where "
+            "the stages end, with a minus so that later is smaller. min() then takes the best one.",
+            "Decorate both with functools.cache, because they are called with the same arguments again and "
             "again. until = [0, *accumulate(costs)] gives the cost of a stage as until[end] - until[start]. "
             "The last stage ends at n; any other must leave a part for each stage after it.",
         ),

@@ -103,6 +103,17 @@ mutant(
 )
 
 mutant(
+    "pipeline_cut_evenly_from_behind",
+    (
+        "Beside an expensive stage the others are uneven: the last stages are as cheap as they can be, "
+        "although the most expensive one sets the pace."
+    ),
+    target="pipeline_parallel.stage.cut",
+    changes={"<= most:": "<= least(start, stages):"},
+    killer="tests/pipeline_parallel/test_stage.py::test_beside_an_expensive_part_the_others_are_even",
+)
+
+mutant(
     "pipeline_deadlock_on_an_even_number_of_ranks",
     (
         "With tied weights training hangs on 2 or 4 ranks but not on 3: two ranks wait for each other"

@@ -99,15 +99,23 @@ def test_a_sequential_is_cut_by_its_parameters_and_a_gpt_by_its_blocks():
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
 def test_no_cut_has_a_cheaper_dearest_stage(costs, data):
+    """And of those that are equal no other is more even, or goes on with a part that costs nothing."""
     stages = data.draw(st.integers(1, len(costs)))
 
-    def dearest(ranges) -> float:
-        return max(sum(costs[i] for i in of_stage) for of_stage in ranges)
+    def order(ranges) -> tuple:
+        of_stages = [sum(costs[i] for i in of_stage) for of_stage in ranges]
+        return max(of_stages), sum(cost**2 for cost in of_stages), [-of_stage.stop for of_stage in ranges]
 
     found = cut(costs, stages)
     assert [i for of_stage in found for i in of_stage] == list(range(len(costs)))
     assert len(found) == stages and all(len(of_stage) > 0 for of_stage in found)
-    assert dearest(found) == min(map(dearest, cuts(len(costs), stages)))
+    assert order(found) == min(map(order, cuts(len(costs), stages)))
+
+
+def test_beside_an_expensive_part_the_others_are_even():
+    costs = [20, 3, 3, 7, 1]
+    found = [[costs[i] for i in of_stage] for of_stage in cut(costs, 4)]
+    assert found == [[20], [3], [3], [7, 1]], "[20], [3, 3], [7], [1] has as large a stage, and is less even"
 
 
 def test_layers_that_stages_do_not_divide_are_spread_evenly():
