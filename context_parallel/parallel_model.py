@@ -168,9 +168,9 @@ class ContextParallel(nn.Module):
         average_gradients(self.module.parameters(), self.group)
         self.inner.finish_gradient_sync()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip by the norm of the gradients, of which each rank of the group has the same."""
-        return self.inner.clip_grad_norm_(max_norm)
+        return self.inner.clip_grad_norm_(max_norm, norm_type)
 
     def evaluation_sums(self, x: Tensor, y: Tensor, counts: Tensor) -> Tensor | None:
         """Return the sums over this rank's tokens of a held-out batch."""

@@ -181,7 +181,7 @@ class HybridParallel(nn.Module):
         if self.local is not None:
             self.are_equal = self.local.after_step(self.optimizer, is_last)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model, in which every number counts once.
 
         axis       what ranks have                                 what is added up
@@ -196,7 +196,7 @@ class HybridParallel(nn.Module):
         uncounted = {trained[p] for p in self.stages.counted_elsewhere() if p in trained}
         groups = [*self.stages.norm_groups, *[self.mesh.replicas] * bool(self.sizes.zero)]
         groups = [group for group in groups if dist.get_world_size(group) > 1]
-        return clipping.clip_grad_norm_(trained.values(), max_norm, groups, None, uncounted, self.device)
+        return clipping.clip_grad_norm_(trained.values(), max_norm, groups, norm_type, uncounted, self.device)
 
     def trained_parameters(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return what this rank trains of each parameter of its stages: with ZeRO its shard, or else all."""

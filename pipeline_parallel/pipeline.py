@@ -124,13 +124,13 @@ class Pipeline(OwnStages):
         """Return no stage: `step` records its actions itself, of which some are halves of a backward."""
         return []
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Do what torch's clip_grad_norm_ does on the full model, where two copies of a parameter count once.
 
         All ranks call it, after `finish_gradient_sync`. (torch's own sees only the gradients of this rank.)
         """
         uncounted = self.later_copies()
-        return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)
+        return clip_grad_norm_(self.parameters(), max_norm, [self.group], norm_type, uncounted, self.device)
 
     def compute(self, action: Action, given: Tensor | None) -> Tensor | None:
         """Do an action; return its result: an output, a share of the loss, or the gradient of an input."""

@@ -155,6 +155,7 @@ def compare_with_one_process(
     microbatches: Sequence[int] = (1, 2, 3),
     optimizer: str = "sgd",
     clip: float | None = None,
+    norm_type: float = 2.0,
     make: Callable[[int], nn.Module] | None = None,
     **options: Any,
 ) -> Trained:
@@ -183,8 +184,9 @@ def compare_with_one_process(
             ours.optimizer.zero_grad(set_to_none=step % 2 == 0)
         loss = ours.accumulate(task.loss, own_batch, count)
         if clip is not None:
-            norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
-            assert_same({"norm": ours.syncing.clip_grad_norm_(clip)}, {"norm": norm}, what=f"norm, {what},")
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), clip, norm_type)
+            found = {"norm": ours.syncing.clip_grad_norm_(clip, norm_type)}
+            assert_same(found, {"norm": norm}, what=f"norm {norm_type}, {what},")
             expected = mean_gradients(reference)
         for parameter in reference.parameters():
             if wrapper.by_torch and parameter.grad is not None and not parameter.grad.any():

@@ -8,6 +8,7 @@ would train wrongly without an error.
 import copy
 import dataclasses
 import io
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,6 +151,15 @@ def test_gradients_are_clipped_by_the_norm_of_one_process(cluster: Cluster):
         compare_with_one_process(cluster, wrapper, SHARED, (1, 1), clip=0.01)
     for wrapper in select(takes_full_batch=True, clips=True):
         compare_with_one_process(cluster, wrapper, heads_task(), (1,), clip=1e-3)
+
+
+@on_ranks(3, timeout=60)
+def test_gradients_are_clipped_by_any_norm_as_on_one_process(cluster: Cluster):
+    """Some ranks have empty shards here, which have no largest number."""
+    for norm_type, clip in ((1.0, 1.0), (2.5, 0.01), (math.inf, 0.01)):
+        for wrapper in select(clips=True):
+            task = heads_task() if wrapper.takes_full_batch else FEW
+            compare_with_one_process(cluster, wrapper, task, (1,), clip=clip, norm_type=norm_type)
 
 
 @on_ranks(3, timeout=60)

@@ -54,10 +54,10 @@ class ModelOnRank(nn.Module):
     def finish_gradient_sync(self) -> None:
         """Complete the gradients of which ranks have terms: here there are none."""
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as torch's clip_grad_norm_ does on the full model: shards add up, replicas count once."""
         parameters, uncounted = self.plain.parameters(), self.counted_elsewhere()
-        return clipping.clip_grad_norm_(parameters, max_norm, self.norm_groups, uncounted=uncounted)
+        return clipping.clip_grad_norm_(parameters, max_norm, self.norm_groups, norm_type, uncounted)
 
     @property
     def norm_groups(self) -> list[Group]:

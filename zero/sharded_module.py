@@ -53,9 +53,9 @@ class ShardedModule(nn.Module):
     def finish_gradient_sync(self) -> None:
         """Do nothing: the end of each backward has completed the gradients, which `zero_grad()` may drop."""
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
-        return clip_grad_norm_(self.parameters(), max_norm, [self.group])
+        return clip_grad_norm_(self.parameters(), max_norm, [self.group], norm_type)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:

@@ -179,10 +179,11 @@ class ZeroOptimizer(ShardOptimizer):
         self._to_launch.extend(self.buckets)
         self._is_synchronised = True
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; return their norm."""
         self.finish_gradient_sync()
-        return clip_grad_norm_([shard.tensor for shard in self.parameter_shards], max_norm, [self.group])
+        shards = [shard.tensor for shard in self.parameter_shards]
+        return clip_grad_norm_(shards, max_norm, [self.group], norm_type)
 
     def step(self, closure: Any = None, **options: Any) -> None:  # type: ignore[override]
         """Average the gradients, update this rank's shards, and gather the parameters from all ranks."""

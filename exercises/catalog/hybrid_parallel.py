@@ -104,7 +104,7 @@ EXERCISES = (
             Return the norm before the gradients are scaled.
         """,
         helps=(
-            "clipping.clip_grad_norm_(parameters, max_norm, groups, None, uncounted, self.device)\n    "
+            "clipping.clip_grad_norm_(parameters, max_norm, groups, norm_type, uncounted, self.device)\n    "
             "Scale gradients by their norm: squares of all but the `uncounted` parameters add up over one "
             "group after the other.",
             "self.trained_parameters() -> dict[nn.Parameter, nn.Parameter]\n    "

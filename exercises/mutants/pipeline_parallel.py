@@ -86,10 +86,9 @@ mutant(
     "Layers learn at different rates: each rank clips its stages by the norm of their gradients only.",
     target="pipeline_parallel.pipeline.Pipeline.clip_grad_norm_",
     changes={
-        (
-            "uncounted = self.later_copies()\n"
-            "return clip_grad_norm_(self.parameters(), max_norm, [self.group], None, uncounted, self.device)"
-        ): "return nn.utils.clip_grad_norm_(self.parameters(), max_norm)",
+        "clip_grad_norm_(self.parameters(), max_norm, [self.group], norm_type, uncounted, self.device)": (
+            "nn.utils.clip_grad_norm_(self.parameters(), max_norm)"
+        ),
     },
     killer=TRAINING + "test_the_norm_is_that_of_all_stages",
 )

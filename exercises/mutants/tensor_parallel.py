@@ -106,7 +106,7 @@ mutant(
     "tensor_norm_counts_replicas",
     "Clipping is too strong: the norm counts replicated parameters once for each rank.",
     target="training.model_on_rank.ModelOnRank.clip_grad_norm_",
-    changes={", uncounted=uncounted": ""},
+    changes={", uncounted)": ")"},
     killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",
 )
 
@@ -115,7 +115,7 @@ mutant(
     "Replicated parameters drift apart: each rank clips by the norm of its own shards.",
     target="training.model_on_rank.ModelOnRank.clip_grad_norm_",
     changes={
-        "clipping.clip_grad_norm_(parameters, max_norm, self.norm_groups, uncounted=uncounted)": (
+        "clipping.clip_grad_norm_(parameters, max_norm, self.norm_groups, norm_type, uncounted)": (
             "nn.utils.clip_grad_norm_(parameters, max_norm)"
         ),
     },

@@ -220,7 +220,7 @@ mutant(
     "zero_clipped_by_the_local_norm",
     "Clipped gradients are too long and change direction: each rank clips by the norm of its own shard.",
     target="training.clipping.clip_grad_norm_",
-    changes={"for group in groups:\n    all_reduce(total, group=group, pattern=pattern)": ""},
+    changes={'for group in groups:\n    all_reduce(total, "max" if is_max else "sum", group)': ""},
     killer=WRAPPERS + "test_gradients_are_clipped_by_the_norm_of_one_process",
 )
 

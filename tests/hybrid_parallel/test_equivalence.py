@@ -3,6 +3,7 @@
 Each comparison also refuses a rank that sends other bytes along an axis than the formulas say.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from hybrid_parallel.expert_axis import Experts
 from hybrid_parallel.mesh import Mesh
 from hybrid_parallel.sizes import ParallelSizes as Sizes
 from hybrid_parallel.train_hybrid import put_on_mesh
+from lab.check import assert_same
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.ranks import run_ranks
 from tests.hybrid_parallel.equivalence import batch, compare, gpt
 from tests.on_ranks import on_ranks
+from tests.refusals import refusal
 from training.clipping import clip_grad_norm_
 
 MOE = Experts(MoEConfig(4, 2), aux_weight=0.3, seed=7)
@@ -179,6 +182,24 @@ def test_the_norm_of_a_rank_without_gradients_is_that_of_all():
         return norm.item(), norm.dtype == torch.float64
 
     assert run_ranks(work, 2) == [(5.0, True), (5.0, True)]
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3, math.inf])
+@on_ranks(2)
+def test_complex_gradients_are_clipped_by_their_absolute_values(cluster: Cluster, norm_type: float):
+    values = torch.tensor([[3 + 4j, -1j], [2, 1 - 1j]], dtype=torch.complex128)
+    full, shard = nn.Parameter(torch.zeros_like(values)), nn.Parameter(torch.zeros_like(values[0]))
+    full.grad, shard.grad = values.clone(), values[cluster.rank].clone()
+    expected = nn.utils.clip_grad_norm_(full, 0.5, norm_type)
+    found = {"norm": clip_grad_norm_([shard], 0.5, [None], norm_type), "gradient": shard.grad}
+    assert_same(found, {"norm": expected, "gradient": full.grad[cluster.rank]})
+
+
+@on_ranks(2)
+def test_a_norm_without_a_power_is_refused(cluster: Cluster):
+    for norm_type in (0, -1, -math.inf, math.nan):
+        sentence = refusal(clip_grad_norm_, [nn.Parameter(torch.zeros(1))], 1.0, [None], norm_type)
+        assert sentence == f"norm_type {norm_type:g}: a norm has a power above 0, such as 2, or inf."
 
 
 @on_ranks(2)
