@@ -15,11 +15,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
+from typing import NoReturn
 
 from torch import Tensor
 
 from comm.wire.staging import handover_of
 from lab.launch.ending import complete_at_end
+from lab.launch.errors import WorkbookError
 from lab.trace.timeline import span
 
 
@@ -35,6 +37,11 @@ class BackgroundThread:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise WorkbookError(
+            "A thread that sends cannot be copied or saved: copy or save the module it works for."
+        )
 
     def run(self, work: Callable[[], object], tensor: Tensor) -> "BackgroundWork":
         """Return at once; the thread calls `work()`, which reads and writes the tensor."""

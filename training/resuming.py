@@ -8,7 +8,7 @@ after Ctrl-C, SIGUSR1     --checkpoint                the same after the step in
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,17 @@ class Resuming:
         if asked:
             sentence = f"stopped after step {done} of {args.steps}; the checkpoint is in {args.checkpoint}: "
             raise Stopped(f"{sentence}--resume continues from there.", asked)
+
+    @contextmanager
+    def completed_save(self) -> Iterator[None]:
+        """After an error in the block wait for a save that is under way: it is the last good state."""
+        try:
+            yield
+        except WorkbookError:
+            with suppress(WorkbookError):
+                if self._args.checkpoint is not None:
+                    self._checkpoints.join()
+            raise
 
     def _shards(self) -> list[StateShard]:
         """Return what this rank holds: the model says it, or a sharded optimizer, or it is a plain module."""

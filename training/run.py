@@ -195,7 +195,8 @@ class Run:
         def before_a_step(stepping: Optimizer, *_: Any) -> None:
             # ZeRO's `step` takes the mean over ranks, and an inner optimizer then trains the same groups.
             if stepping.param_groups is optimizer.param_groups:
-                refuse_not_finite(model, optimizer, self.current_step, self._cluster.rank)
+                with self._resuming.completed_save():
+                    refuse_not_finite(model, optimizer, self.current_step, self._cluster.rank)
 
         if not self._args.allow_nonfinite:
             handles.append(register_optimizer_step_pre_hook(before_a_step))
@@ -237,7 +238,8 @@ class Run:
         else:
             mean = mean_of_losses(loss, self._cluster.device, self.pattern)
         if not self._args.allow_nonfinite and not mean.isfinite():
-            raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
+            with self._resuming.completed_save():
+                raise WorkbookError(f"The loss is {mean.item()}. {CURE}")
         return mean
 
     @property

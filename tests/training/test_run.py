@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -20,6 +21,7 @@ from tests.on_ranks import on_ranks
 from tests.refusals import the_one_sentence
 from tests.run_modes import without_measuring
 from tests.training.attempts import STEPS, refusal, train
+from training import checkpoint
 from training.arguments import Args
 from training.checkpoint import Checkpoints, complete_steps
 from training.finite import not_finite
@@ -138,6 +140,27 @@ def test_the_sentence_names_parameter_step_and_rank(mode: str):
 def test_allow_nonfinite_goes_on():
     reports = run_ranks(lambda cluster: train(cluster, "naive", lr=1e30, allow_nonfinite=True), 2)
     assert [report["steps"] for report in reports] == [STEPS, STEPS]
+
+
+def test_a_good_save_that_is_under_way_when_the_training_diverges_is_completed(tmp_path):
+    def work(cluster: Cluster) -> str:
+        def diverges(model: object, optimizer: object, step: int, rank: int) -> None:
+            if step == 2:
+                raise WorkbookError(f"The gradient is not finite in step {step} on rank {rank}.")
+
+        def slowly(path: Path, tensors: dict[str, Tensor]) -> None:
+            time.sleep(0.5)
+            write(path, tensors)
+
+        write = checkpoint.write_tensors
+        with (
+            mock.patch("training.run.refuse_not_finite", diverges),
+            mock.patch.object(checkpoint, "write_tensors", slowly),
+        ):
+            return refusal(cluster, "naive", steps=3, checkpoint=tmp_path, checkpoint_every=1)
+
+    assert "not finite in step 2 on rank 0" in run_ranks(work, 2)[0]
+    assert complete_steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
