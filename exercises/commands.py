@@ -25,7 +25,7 @@ from exercises.names import all_exercises, exercise_named, typed
 from exercises.workspace import Progress, Workspace, problem_of_submission
 
 POLL_SECONDS = 0.3
-MAX_PRINTED = 40  # lines
+MAX_PRINTED, MAX_WIDTH = 40, 400  # lines, and characters of a line
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -170,7 +170,7 @@ def explain(sentence: str, drawing: str) -> None:
 
 def cut(printed: str) -> str:
     """Return the first lines of what was printed."""
-    lines = printed.splitlines()
+    lines = [line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]} ..." for line in printed.splitlines()]
     more = [f"... and {len(lines) - MAX_PRINTED} more lines"] if len(lines) > MAX_PRINTED else []
     return "\n".join(lines[:MAX_PRINTED] + more)
 

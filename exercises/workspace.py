@@ -165,7 +165,7 @@ class Workspace:
         """Return the progress on disk. A damaged file is set aside with a sentence."""
         found: dict[str, Progress] = defaultdict(Progress)
         try:
-            entries = json.loads(self.progress_file.read_text(encoding="utf-8"))
+            entries = json.loads(self.progress_file.read_text(encoding="utf-8-sig"))
             found.update((name, Progress(**entry)) for name, entry in entries.items())
         except FileNotFoundError:
             pass

@@ -2,6 +2,7 @@
 
 import ast
 import os
+from importlib.util import decode_source
 from pathlib import Path
 
 from exercises.catalog import Exercise, name_of
@@ -18,12 +19,14 @@ INTERFACE = {"comm.collectives", "comm.functions", "comm.point_to_point", "lab.r
 def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
     """Return a state and a sentence if the tests need not run, else None."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(source_of(file))
     except FileNotFoundError:
         begin = f"`{typed(f'watch {exercise.name}')}`"
         return "unsolved", f"There is no file {shown(file)}; {begin} makes it."
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         return "invalid", f"{shown(file)} cannot be read: {error}."
+    except UnicodeError:
+        return "invalid", f"{shown(file)} is not saved as UTF-8: choose this encoding in your editor."
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         text = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -52,6 +55,20 @@ def problem_of(exercise: Exercise, file: Path) -> tuple[str, str] | None:
             wanted, got = _signature(expected), _signature(written[name])
             return "invalid", f"The signature must be {wanted}, but {shown(file)} has {got}."
     return None
+
+
+def source_of(file: Path) -> str:
+    """Return a learner's code as Python reads it: with any line ends, and with a byte order mark or without.
+
+    Raise UnicodeError if it is not in UTF-8, nor in an encoding that it declares.
+    """
+    code = file.read_bytes()
+    try:
+        if b"\0" not in code:  # as UTF-16 has
+            return decode_source(code)
+    except SyntaxError:  # Python's word for it, where the first lines are not in UTF-8
+        pass
+    raise UnicodeError
 
 
 def _imported(tree: ast.Module, exercise: Exercise) -> set[str]:

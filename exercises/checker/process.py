@@ -5,13 +5,14 @@ later check begins at once.
 The tests' ranks are forked from it too. Nothing here imports torch, so a command starts quickly.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +60,18 @@ class Tests:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield what the tests' process sends, until it ends or the time is up."""
-        while self.pipe.poll(max(0.0, self.deadline - time.monotonic())):
-            try:
+        # Not the pipe's end alone: a process that the code has forked may hold it open.
+        sources = [self.pipe, self.process.sentinel]
+        with contextlib.suppress(EOFError):
+            while self.pipe in wait(sources, max(0.0, self.deadline - time.monotonic())):
                 yield self.pipe.recv()
-            except EOFError:
-                return
+        self.process.join(max(0.0, min(5.0, self.deadline - time.monotonic())))
 
     def end(self) -> int | None:
-        """End the process; return its exit code, or None if it used up its time."""
-        self.process.join(0 if time.monotonic() >= self.deadline else 5)
+        """End the process and what it has started; return its exit code, or None if it used up its time."""
         code = self.process.exitcode
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -76,6 +79,8 @@ class Tests:
 
 
 def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> None:
+    own = os.getpid()
+    os.setpgid(0, 0)
     os.chdir(ROOT)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts ranks
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -84,4 +89,17 @@ def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> N
     import exercises.checker.watched  # noqa: F401  # before the tests
     from exercises.checker.run_tests import run_tests
 
-    run_tests(exercise, file, pipe.send, seconds)
+    def tell(message: dict[str, Any]) -> None:
+        if os.getpid() != own:
+            os._exit(0)
+        pipe.send(message)
+
+    # A process that the code has forked runs the test, too, until it has a result or forks again.
+    os.register_at_fork(after_in_child=lambda: setattr(os, "fork", lambda: os._exit(0)))
+
+    code = 1
+    try:
+        run_tests(exercise, file, tell, seconds)
+        code = 0
+    finally:
+        os._exit(code)  # without the threads that the code has left

@@ -23,7 +23,7 @@ from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 import tests.conftest  # noqa: F401  # the settings of all tests
-from exercises.catalog import PICKLE, Exercise
+from exercises.catalog import PICKLE, ROOT, Exercise
 from exercises.catalog import name_of as name_of_target
 from exercises.checker.failure import failure_of
 from exercises.checker.schedule_table import originals, wrong_table
@@ -31,6 +31,7 @@ from lab.ranks import run_ranks
 from lab.replace import apply
 
 HANG_SECONDS = 15.0  # a lesson's tests take less than this, also on a busy machine
+MAX_PRINTED = 100_000  # bytes of a test
 LOOK_SECONDS = 3.0  # in which also a busy machine moves one message
 
 
@@ -71,7 +72,7 @@ def error_of(test: str) -> BaseException | None:
     try:
         with short_hangs():
             function(**arguments_of(function, parameter.rstrip("]")))
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # pytest's own failures are no Exceptions
         return error
@@ -109,6 +110,7 @@ def run_tests(exercise: Exercise, file: Path, tell: Callable[[dict[str, Any]], N
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         lessons_own = originals(exercise)
         try:
             written = load(exercise, file)
@@ -131,6 +133,7 @@ def _outcomes(
 ) -> Iterator[bool]:
     """Run the tests one by one, and yield whether each has passed. A hang ends the rest."""
     for test in exercise.tests:
+        os.chdir(ROOT)  # also after code that has gone elsewhere
         sys.stdout.flush()
         begin = printed.seek(0, os.SEEK_END)
         error = error_of(test)
@@ -142,7 +145,7 @@ def _outcomes(
             tell({"id": test, "passed": True, "failure": None})
         else:
             failure = failure_of(error, test, _table(lessons_own, written))
-            failure["printed"] = printed.read().decode(errors="replace")
+            failure["printed"] = printed.read(MAX_PRINTED).decode(errors="replace")
             tell({"id": test, "passed": False, "failure": failure})
             if failure["text"].startswith("no answer within"):
                 yield False

@@ -83,6 +83,9 @@ def rank_main(job: Job, pipe: Connection, out: Connection, err: Connection) -> N
     for stream, fd in ((out, 1), (err, 2)):
         os.dup2(stream.fileno(), fd)
         stream.close()
+    os.dup2(
+        os.open(os.devnull, os.O_RDONLY), 0
+    )  # reading a terminal would stop a rank: it is in the background
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(1)

@@ -106,6 +106,8 @@ class Processes:
     def _show(self, rank: int, pipe: Any, stream: Any, buffer: bytearray) -> None:
         data = os.read(pipe.fileno(), 65536)
         buffer += data
+        if data and b"\n" not in data:
+            return  # a line of many megabytes comes in many pieces
         *lines, rest = bytes(buffer).split(b"\n")
         if not data:  # the pipe is closed
             self._selector.unregister(pipe)

@@ -1,6 +1,7 @@
 """Whatever a learner's file does, its grade is one sentence."""
 
 import re
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -14,6 +15,7 @@ from exercises.checker import run_tests as run_tests_file
 from exercises.checker.explain import explain, load_error
 from exercises.checker.failure import failure_of
 from exercises.checker.grade import Grade, grade
+from exercises.checker.inspect_file import problem_of
 from exercises.checker.run_tests import load
 from exercises.checker.targets import TARGETS
 from exercises.notebook import check
@@ -129,6 +131,61 @@ def test_a_test_process_that_dies_is_reported_with_its_exit_code(tmp_path):
     result = graded(tmp_path, RING, "import os\nos._exit(3)\n" + solved(RING))
     assert (result.state, result.credit) == ("invalid", 0.0)
     assert result.sentence == "The tests' process ended early, with exit code 3."
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.encode("utf-8-sig"),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: text.replace("    ", "\t").encode(),
+        lambda text: f"# coding: latin-1\n# caf\u00e9\n{text}".encode("latin-1"),
+    ],
+    ids=["byte order mark", "CR LF", "tabs", "declared encoding"],
+)
+def test_a_file_is_read_as_python_reads_it_however_it_is_saved(tmp_path, change):
+    file = tmp_path / f"{RING.name}.py"
+    file.write_bytes(change(solved(RING)))
+    assert problem_of(RING, file) is None
+    assert set(load(RING, file)) == set(RING.targets)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+def test_a_file_in_an_encoding_that_python_does_not_read_is_told_to_be_saved_as_utf_8(tmp_path, encoding):
+    file = tmp_path / f"{RING.name}.py"
+    file.write_bytes(f"# caf\u00e9\n{solved(RING)}".encode(encoding))
+    state, sentence = problem_of(RING, file)
+    assert state == "invalid" and "is not saved as UTF-8: choose this encoding in your editor." in sentence
+
+
+GPIPE = BY_NAME["pipeline_gpipe"]
+
+
+def with_first_line(line: str) -> str:
+    """Return the right solution of GPipe with a line before its first statement."""
+    return solved(GPIPE).replace("    return ", f"    {line}\n    return ", 1)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import threading, time; threading.Thread(target=time.sleep, args=[60]).start()",
+        "import subprocess; subprocess.Popen(['sleep', '60'])",
+        "import os; os.fork()",
+        "import os; os.chdir('/')",
+        "import os; os.read(0, 1); print('x' * 1_000_000)",
+    ],
+    ids=["thread", "program", "fork", "folder", "input and output"],
+)
+def test_a_right_solution_passes_promptly_whatever_it_leaves_behind(tmp_path, line):
+    begin = time.monotonic()
+    assert graded(tmp_path, GPIPE, with_first_line(line)).state == "passed"
+    assert time.monotonic() - begin < 50
+
+
+def test_a_solution_that_exits_fails_at_its_line(tmp_path):
+    result = graded(tmp_path, GPIPE, with_first_line("raise SystemExit(0)"))
+    assert result.state == "failed" and "pipeline_gpipe.py: SystemExit: 0" in result.sentence
 
 
 def defined_in_a_cell(name: str) -> dict:
