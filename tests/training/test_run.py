@@ -157,7 +157,7 @@ def test_a_good_save_that_is_under_way_when_the_training_diverges_is_completed(t
             mock.patch("training.run.refuse_not_finite", diverges),
             mock.patch.object(checkpoint, "write_tensors", slowly),
         ):
-            return refusal(cluster, "zero1", steps=3, checkpoint=tmp_path, checkpoint_every=1)
+            return refusal(cluster, "hybrid", steps=3, checkpoint=tmp_path, checkpoint_every=1)
 
     assert "not finite in step 2 on rank 0" in run_ranks(work, 2)[0]
     assert complete_steps(tmp_path) == [1]
