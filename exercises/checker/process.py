@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -81,6 +82,7 @@ class Tests:
 def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> None:
     own = os.getpid()
     os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.chdir(ROOT)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it starts ranks
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -103,3 +105,10 @@ def _main(exercise: Exercise, file: Path, pipe: Connection, seconds: float) -> N
         code = 0
     finally:
         os._exit(code)  # without the threads that the code has left
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
