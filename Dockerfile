@@ -26,10 +26,12 @@ RUN install -d -o learner -g learner -m 0775 checkpoints && chown learner:learne
 
 # Containers have no GPU, so by default torch comes from PyTorch's CPU index; empty means no extra index.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# The exact version of torch; empty means the newest that pyproject.toml allows.
+ARG TORCH=
 # This comes before the code is copied, so that only a change of these pins installs them again.
 COPY --from=pins lessons.txt /tmp/
 RUN pip install --quiet --quiet --root-user-action=ignore --no-cache-dir \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r /tmp/lessons.txt
+        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} ${TORCH:+torch=="$TORCH"} -r /tmp/lessons.txt
 
 # PYTHONPATH replaces `pip install -e .`, and puts our `comm` before Jupyter's package of that name.
 ENV PYTHONPATH=/workbook PYTHONUNBUFFERED=1

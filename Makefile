@@ -32,8 +32,13 @@ $(if $(call UNREAD,command),$(error make $(GOALS) reads $(or $(READ),no settings
 $(if $(filter run compare,$(GOALS)),$(foreach name,$(filter RUN_MODE MODES CONTAINERS,$(call UNREAD,environment)), \
     $(warning make $(GOALS) reads $(READ), and not $(name))))
 
+# The exact version of torch, on make's command line: it is installed into an environment of its own.
+ifneq "$(origin TORCH)" "command line"
+override TORCH :=
+endif
+
 # What the caller gives is text, not a program: make would expand ARGS='$(shell ...)' and run it.
-$(foreach name,PYTHON $(SETTINGS) TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
+$(foreach name,PYTHON $(SETTINGS) TORCH TORCH_INDEX_URL KFD,$(eval override $(name) := $$(value $(name))))
 
 # Tests and launchers start hundreds of Python processes. Without bytecode files each would compile the workbook.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON
 override export PIP_USER := 0
 
-VENV  := .venv
+VENV  := .venv$(if $(TORCH),-torch-$(TORCH))
 PY    := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
@@ -157,6 +162,6 @@ install:
 	        if [ -e '$(KFD)' ]; then echo "There is an AMD GPU ($(KFD)), and this installs torch for the CPU; for the GPU: make clean setup TORCH_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (docs/setup.md)" >&2; fi; \
 	    fi; \
 	fi; \
-	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} -r requirements.txt >&2
+	$(PY) -m pip install --quiet --quiet --disable-pip-version-check $${index:+--extra-index-url "$$index"} $(if $(TORCH),torch=='$(TORCH)') -r requirements.txt >&2
 	@trap '' INT; $(PY) -c 'import platform, torch; print("Ready: Python", platform.python_version() + ", torch", torch.__version__)' >&2
 	@echo '$(CURDIR)' > $(READY)

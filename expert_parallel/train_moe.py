@@ -59,12 +59,13 @@ from expert_parallel.config import (
 )
 from expert_parallel.full_state import full_state
 from expert_parallel.traffic import layer_traffic, router_figures
+from lab.autograd import is_in_backward
 from lab.cluster import Cluster
 from lab.launch.errors import WorkbookError
 from lab.models.model import GPT, GPTConfig, loss_of
 from lab.trace.ledger import Traffic
 from training.arguments import NotOffered
-from training.gradients import average_gradients, average_traffic, is_in_backward
+from training.gradients import average_gradients, average_traffic
 from training.guard import guarded
 from training.model_on_rank import ModelOnRank
 from training.run import Run

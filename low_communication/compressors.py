@@ -63,8 +63,11 @@ class Compressor(ABC):
         All ranks call it for the same bucket. It returns when the mean is complete.
         """
 
-    def undo(self) -> None:  # noqa: B027 - most keep nothing
-        """Return to what was kept before the last call of `mean`."""
+    def snapshot(self) -> Any:  # noqa: B027
+        """Return what is kept from one call of `mean` for the next; most keep nothing."""
+
+    def restore(self, snapshot: Any) -> None:  # noqa: B027
+        """Return to a snapshot, such as that before a step that overflowed."""
 
     @abstractmethod
     def traffic(self) -> Traffic:
@@ -209,7 +212,6 @@ class PowerSGD(Compressor):
             for i, (rows, columns) in enumerate(self.shapes)
             if (rows + columns) * rank < rows * columns
         }
-        self._qs_before = self.qs
 
     def mean(self, flat: Tensor) -> Tensor:
         whole = flat.to(self.dtype)
@@ -221,7 +223,7 @@ class PowerSGD(Compressor):
         ps = {i: matrices[i] @ orthonormal(q.to(whole)) for i, q in self.qs.items()}
         self._average([*ps.values(), *(matrices[i] for i in vectors)])
         ps = {i: orthonormal(p) for i, p in ps.items()}
-        self._qs_before, self.qs = self.qs, {i: matrices[i].T @ p for i, p in ps.items()}
+        self.qs = {i: matrices[i].T @ p for i, p in ps.items()}
         for i, p in ps.items():
             torch.mm(p, self.qs[i].T, out=own[i])
         self._average(list(self.qs.values()))
@@ -230,8 +232,11 @@ class PowerSGD(Compressor):
         flat.copy_(whole)
         return sent.to(flat.dtype)
 
-    def undo(self) -> None:
-        self.qs = self._qs_before
+    def snapshot(self) -> dict[int, Tensor]:
+        return self.qs  # `mean` replaces it
+
+    def restore(self, snapshot: dict[int, Tensor]) -> None:
+        self.qs = snapshot
 
     def _matrices(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each tensor in the bucket, as a matrix."""

@@ -89,6 +89,7 @@ class CompressedDataParallel(BucketDataParallel):
             self.uncompressed[bucket] = Float32(*how)
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
         self._unsent: dict[Bucket, Tensor] = {}  # of this step
+        self._snapshots: dict[Compressor, Any] = {}  # before this step
         self._is_finite = True  # all means of this step
 
     @property
@@ -106,8 +107,9 @@ class CompressedDataParallel(BucketDataParallel):
         """Replace the bucket by an approximation of its mean, and keep what this rank has not sent."""
         if bucket in self.remaining:
             bucket.flat += self.remaining[bucket]
-        gradient = bucket.flat.clone()
-        sent = self.in_use[bucket].mean(bucket.flat)
+        gradient, compressor = bucket.flat.clone(), self.in_use[bucket]
+        self._snapshots[compressor] = compressor.snapshot()
+        sent = compressor.mean(bucket.flat)
         if self.error_feedback:
             self._unsent[bucket] = gradient.sub_(sent)
         self._is_finite &= bool(bucket.flat.isfinite().all())
@@ -118,9 +120,9 @@ class CompressedDataParallel(BucketDataParallel):
         if self._is_finite:
             self.remaining = self._unsent
         else:
-            for compressor in self.in_use.values():
-                compressor.undo()
-        self._unsent, self._is_finite = {}, True
+            for compressor, snapshot in self._snapshots.items():
+                compressor.restore(snapshot)
+        self._unsent, self._snapshots, self._is_finite = {}, {}, True
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step such as the last one."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lab.autograd import hooks_of
 from lab.trace.device_clock import Later
 from lab.trace.memory import note_held
 
@@ -89,8 +90,7 @@ def can_be_split(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 def is_watched(parameter: Any) -> bool:
     """Return whether a hook waits for the gradient. Those of wrappers do not: they take the step's sum."""
-    some = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    hooks = [getattr(hook, "func", hook) for each in some for hook in (each or {}).values()]
+    hooks = [getattr(hook, "func", hook) for hook in hooks_of(parameter)]
     return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in WRAPPERS for hook in hooks)
 
 

@@ -24,8 +24,15 @@ def test_requirements_install_the_workbook_with_all_its_extras():
 
 def test_each_package_is_pinned_once():
     pins = [pin for group in PINS.values() for pin in group]
-    names = [pin.partition("==")[0] for pin in pins]
-    assert all("==" in pin for pin in pins) and len(set(names)) == len(names)
+    names = [re.split("==|>=", pin)[0] for pin in pins]
+    assert [pin for pin in pins if "==" not in pin] == ["torch>=2.13,<2.15"]
+    assert len(set(names)) == len(names)
+
+
+def test_ci_takes_a_version_of_torch_that_is_allowed():
+    [locked] = re.findall("^torch==(.*)$", (ROOT / ".ci" / "lock.txt").read_text(), re.MULTILINE)
+    assert f"TORCH={locked} " in (ROOT / ".ci" / "run").read_text()
+    assert (2, 13) <= tuple(map(int, locked.split(".")[:2])) < (2, 15)
 
 
 def test_an_image_installs_the_packages_of_its_group_and_no_others(tmp_path):

@@ -1,10 +1,9 @@
 """Average gradients over ranks in one all-reduce, as wrappers without buckets do after the backward."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from comm.collectives import Group, all_reduce, chosen_pattern
 from comm.cost import expected_traffic
@@ -37,13 +36,3 @@ def average_traffic(parameters: Iterable[nn.Parameter], group: Group = None) -> 
         return Traffic()
     numel, pattern = sum(p.numel() for p in trained), chosen_pattern("all_reduce", group)
     return expected_traffic("all_reduce", pattern, numel, trained[0].itemsize, group)
-
-
-def is_in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def after_backward(function: Callable[[], None]) -> None:
-    """Call the function when the backward that runs in this thread has ended."""
-    Variable._execution_engine.queue_callback(function)

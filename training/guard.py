@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from comm.collectives import Group
 from comm.exchange import exchange
+from lab.autograd import hooks_of
 from lab.check import state_digest
 from lab.launch.errors import WorkbookError
 from lab.trace.ledger import LEDGER
@@ -183,7 +184,7 @@ class Guard:
         self.refuse_changes(self._module)
         # Autograd computes no gradient of ZeRO's shards.
         shards = [shard.tensor for shard in getattr(self._wrapper(), "parameter_shards", ())]
-        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in shards):
+        if any(map(hooks_of, shards)):
             raise WorkbookError("Hooks on shards never run: use the gradients after finish_gradient_sync().")
 
     def after_finish(self) -> None:

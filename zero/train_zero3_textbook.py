@@ -34,13 +34,13 @@ from comm.collectives import Group, all_gather, broadcast, reduce_scatter
 from comm.cost import expected_traffic
 from comm.script import start
 from data_parallel.train_naive_grad_accumulation import accumulate
+from lab.autograd import after_backward, is_in_backward
 from lab.cluster import Cluster
 from lab.models.blocks import blocks_of
 from lab.models.text import microbatches
 from lab.trace.ledger import Traffic
 from lab.trace.memory import MemoryReport
 from training.arguments import ZeroArgs
-from training.gradients import after_backward, is_in_backward
 from training.guard import guarded
 from training.run import Run
 from zero.memory import owned, shares_of

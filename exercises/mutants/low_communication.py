@@ -47,8 +47,8 @@ mutant(
 mutant(
     "powersgd_of_an_overflow",
     "After an overflow all gradients are NaN: the next step begins with the matrices that it has left.",
-    target="low_communication.compressors.PowerSGD.undo",
-    changes={"self.qs = self._qs_before": "pass"},
+    target="low_communication.compressors.PowerSGD.restore",
+    changes={"self.qs = snapshot": "pass"},
     killer=COMPRESSED + "test_a_step_that_overflows_on_one_rank_is_lost_and_no_other",
     symptom="With PowerSGD and a GradScaler no step is ever taken again after the first overflow.",
 )

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lab.autograd import is_in_backward
 from lab.trace.gantt import MAIN_LANE, Event, lanes, tracks
 from lab.trace.stream_clock import StreamClock
 
@@ -122,7 +123,7 @@ def record(name: str, kind: str, start: Moment, end: Moment, *, lane: str | None
 def _own_lane() -> str:
     """Return the thread's lane; autograd's own thread, for which the main thread waits, has the main lane."""
     thread = threading.current_thread()
-    is_autograds = isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
+    is_autograds = isinstance(thread, threading._DummyThread) and is_in_backward()
     return MAIN_LANE if is_autograds or thread is threading.main_thread() else thread.name
 
 

@@ -247,7 +247,9 @@ def meet_on_gpus(visible: list[list[str]], **variables: object) -> list[Any]:
                     is_available=lambda: True,
                     device_count=lambda: len(names),
                     set_device=lambda device: None,
-                    get_device_properties=lambda device: SimpleNamespace(uuid=names[device.index]),
+                    get_device_properties=lambda device: SimpleNamespace(
+                        uuid=names[device.index], major=9, minor=0
+                    ),
                 )
             )
             stubs.enter_context(mock.patch.object(dist, "init_process_group", form))

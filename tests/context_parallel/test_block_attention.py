@@ -1,6 +1,7 @@
 """Attention to some keys gives results that can be joined, in plain tensor operations and in one call."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -15,13 +16,19 @@ from tests.context_parallel.gpu_kernel import gpu_kernel
 QUERIES, KEYS = 5, 7
 
 
-@pytest.fixture(params=[*KERNELS, "fused on a GPU"])
+NAMES = (*KERNELS, "fused on a GPU")
+
+
+@contextmanager
+def kernel_named(name: str) -> Iterator[Kernel]:
+    with nullcontext() if name in KERNELS else gpu_kernel():
+        yield KERNELS.get(name, KERNELS["fused"])
+
+
+@pytest.fixture(params=NAMES)
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    if request.param in KERNELS:
-        yield KERNELS[request.param]
-    else:
-        with gpu_kernel():
-            yield KERNELS["fused"]
+    with kernel_named(request.param) as named:
+        yield named
 
 
 def blocks(kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,12 +60,14 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return exps @ v / total.clamp(min=1e-300).unsqueeze(-1), total.log()
 
 
-def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(kernel: Kernel):
+@pytest.mark.parametrize("name", NAMES)
+def test_results_over_two_sets_of_keys_are_joined_to_that_over_both(name: str):
     q, k, v, _ = blocks()
     for border in (1, 3, 6):
         parts = [(k[:, :, own], v[:, :, own]) for own in (slice(0, border), slice(border, KEYS))]
         ends = (AttentionPart(slice(0, QUERIES), slice(0, part[0].shape[2])) for part in parts)
-        results = [kernel.attend(q, *part, end) for part, end in zip(parts, ends, strict=True)]
+        with kernel_named(name) as kernel:
+            results = [kernel.attend(q, *part, end) for part, end in zip(parts, ends, strict=True)]
         joined = dict(zip(("y", "lse"), join_results(*results[0], *results[1]), strict=True))
         expected = dict(zip(("y", "lse"), softmax_attention(q, k, v), strict=True))
         assert_same(joined, expected, what=f"joined results of {border} keys and of the others,")
