@@ -10,6 +10,7 @@ share a parameter hold a copy each. The copies start equal, and get the sum of b
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +29,7 @@ from lab.trace.observer import Describe
 from pipeline_parallel.stage import LossOf, Stage
 from training.evaluation import Sums, sums_of
 from training.state_shards import StateShard, buffer_shards, trained_shards
-from training.valid_targets import is_valid
+from training.valid_targets import is_valid, refuse_other_means
 
 
 class OwnStages(nn.Module):
@@ -65,7 +66,10 @@ class OwnStages(nn.Module):
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
             stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s], s)
-        stages[-1].loss_of = loss_of
+        stages[-1].loss_of = partial(loss_of)  # no submodule: its weights are not those of the model
+        self._refuse_other_means: Any = None
+        if tick is None and microbatches > 1:  # with the clock there is no loss
+            self._refuse_other_means = partial(refuse_other_means, loss_of, self.boundaries[self.last + 1])
         clock = None if tick is None else DeviceClock(tick / len(own))
         for stage in own.values():
             stage.recompute, stage.clock = recompute, clock
@@ -138,6 +142,9 @@ class OwnStages(nn.Module):
         self.xs: Sequence[Any] = x.chunk(self.microbatches)
         self.ys = y.chunk(self.microbatches)
         counts = is_valid(y).reshape(self.microbatches, -1).sum(1).tolist() if self.has_loss else []
+        if num_targets is None and self._refuse_other_means is not None:
+            self._refuse_other_means(self.ys if self.has_loss else (), self.group)
+            self._refuse_other_means = None  # once is enough
         self.num_targets = num_targets or max(1, sum(counts))
         self.shares = [count / self.num_targets for count in counts]
         self.losses: list[Tensor] = []  # each microbatch's share of the loss

@@ -11,7 +11,7 @@ and comparisons find its parameters.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import Literal
@@ -25,10 +25,9 @@ from lab.launch.errors import WorkbookError, reason
 from lab.models.blocks import same_buffers
 from lab.models.parts import ModelPart, as_sequential, parts_of
 from lab.trace.device_clock import DeviceClock, Later
-from training.valid_targets import is_valid
+from training.valid_targets import LossOf, is_valid
 
 Balance = Literal["layers", "parameters"]
-LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stage(nn.Module):

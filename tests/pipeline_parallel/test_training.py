@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from comm.point_to_point import isend
@@ -547,6 +548,24 @@ def test_examples_of_another_shape_are_refused_in_a_sentence_on_all_ranks(name: 
         )
 
 
+class TimeFirst(nn.Module):
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return x_btd.transpose(0, 1)
+
+
+@on_ranks(2, timeout=20)
+def test_a_loss_of_outputs_whose_first_dimension_is_time_is_not_refused(cluster: Cluster):
+    torch.manual_seed(0)
+    (x, y), model = text(8), nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 13), TimeFirst()).double()
+
+    def loss_of_batch(outputs: Tensor, y: Tensor) -> Tensor:
+        return loss_of(outputs.transpose(0, 1), y)
+
+    loss = Pipeline(model, one_f_one_b(2, 4), loss_of_batch, x[:2]).step(x, y)
+    wanted = loss_of_batch(model(x), y).detach() if cluster.rank == 1 else None
+    assert_same({"loss": loss}, {"loss": wanted}, RTOL)
+
+
 def test_a_stage_may_return_other_rows_than_it_takes_and_is_evaluated_with_whole_microbatches():
     def work(cluster: Cluster) -> str:
         x, y = (torch.cat([part.unsqueeze(1)] * 3, 1) for part in vectors(8))
@@ -562,6 +581,85 @@ def test_a_stage_may_return_other_rows_than_it_takes_and_is_evaluated_with_whole
         "A stage returns other rows than it takes, so evaluate microbatches of 2 rows: x has 7, and 4 "
         "microbatches have 8."
     )
+
+
+WEIGHTS = torch.tensor([9.0, 1.0, 1.0, 0.1, 1.0, 5.0]).double()
+
+
+def weighted(outputs: Tensor, y: Tensor) -> Tensor:
+    """Return the weighted sum by the number of targets, which the pipeline makes a mean over the weights."""
+    return cross_entropy(outputs, y, WEIGHTS, reduction="sum") / len(y)
+
+
+def contrasted(outputs: Tensor, y: Tensor) -> Tensor:
+    """Compare each example with all others."""
+    return cross_entropy(outputs @ outputs.t(), torch.arange(len(outputs)))
+
+
+class OverOnes(nn.Module):
+    """Takes probabilities, and the mean over the targets that are one."""
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy(outputs, y, y, reduction="sum") / y.sum()
+
+
+class Counted(nn.CrossEntropyLoss):
+    """Counts its calls, and draws random numbers."""
+
+    calls = 0
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(nn.functional.dropout(outputs), y)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v", "gpipe by hand"])
+def test_a_loss_that_is_no_mean_over_valid_targets_is_refused_in_a_sentence_on_all_ranks(name: str):
+    schedule, _, lesson = PIPELINES[name]
+
+    def work(cluster: Cluster, loss_of: Any) -> str:
+        table, (x, y), model = table_of(schedule, 2, 4), vectors(8), [*mlp(4).layers, nn.Sigmoid()]
+        y = (torch.arange(6) < y[:, None]).double() if isinstance(loss_of, OverOnes) else y
+        if lesson is None:
+            pipeline: Any = Pipeline(model, table, loss_of, x[:2])
+        else:
+            stages = balanced_stages(nn.Sequential(*model), len(placement(table)))
+            pipeline = lesson(stages, 4, loss_of, x[:2])
+        return refusal(pipeline.step, x, y)
+
+    per_ignored = nn.CrossEntropyLoss(ignore_index=0)
+    total = nn.CrossEntropyLoss(reduction="sum")
+    for loss in (nn.CrossEntropyLoss(WEIGHTS), per_ignored, total, contrasted, OverOnes()):
+        sentence = the_one_sentence(run_ranks(work, 2, loss))
+        assert sentence.startswith("The loss is no mean over valid targets: with random outputs it is ")
+
+
+@on_ranks(2, timeout=20)
+def test_a_mean_over_weights_is_that_of_one_process(cluster: Cluster):
+    """As the refusal says. Without the number of targets the loss is a mean over targets."""
+    x, y = vectors(8)
+    for loss_of_all, num_targets in ((nn.CrossEntropyLoss(WEIGHTS), WEIGHTS[y].sum()), (weighted, None)):
+        model = mlp(2)
+        loss = loss_of_all(model(x), y)
+        loss.backward()
+        pipeline = Pipeline(mlp(2), table_of("zb_h1", 2, 4), weighted, x[:2])
+        found = pipeline.step(x, y, num_targets)
+        wanted = loss.detach() if cluster.rank == 1 else None
+        assert_same({"loss": found}, {"loss": wanted}, RTOL, "result")
+        assert_same(own_gradients(pipeline), only(gradients_of(model), own_gradients(pipeline)), RTOL)
+
+
+@on_ranks(2, timeout=20)
+def test_a_loss_is_tried_in_the_first_step_and_that_changes_nothing(cluster: Cluster):
+    """Not even a loss that counts its calls, draws random numbers and has weights of its own."""
+    (x, y), loss_of = vectors(8), Counted(torch.ones(6).double())
+    pipeline = Pipeline(mlp(2), table_of("1f1b", 2, 4), loss_of, x[:2])
+    state = torch.get_rng_state()
+    pipeline.begin_step(x, y)
+    assert torch.equal(torch.get_rng_state(), state) and loss_of.calls == 0
+    pipeline.step(x, y)
+    assert loss_of.calls == (4 if cluster.rank == 1 else 0)
+    assert pipeline.full_state_dict().keys() == mlp(2).state_dict().keys()
 
 
 def test_a_rank_without_parameters_is_refused_on_all_ranks():
