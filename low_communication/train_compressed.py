@@ -90,7 +90,7 @@ class CompressedDataParallel(BucketDataParallel):
         self.remaining: dict[Bucket, Tensor] = {}  # what this rank has not sent yet
         self._unsent: dict[Bucket, Tensor] = {}  # of this step
         self._snapshots: dict[Compressor, Any] = {}  # before this step
-        self._is_finite = True  # all means of this step
+        self._are_finite: list[Tensor] = []  # the means of this step
 
     @property
     def in_use(self) -> dict[Bucket, Compressor]:
@@ -112,17 +112,17 @@ class CompressedDataParallel(BucketDataParallel):
         sent = compressor.mean(bucket.flat)
         if self.error_feedback:
             self._unsent[bucket] = gradient.sub_(sent)
-        self._is_finite &= bool(bucket.flat.isfinite().all())
+        self._are_finite.append(bucket.flat.isfinite().all())  # a GPU goes on: `bool` would wait for it
 
     def finish_gradient_sync(self) -> None:
         """Complete the means. A step with one that is inf or NaN is worth nothing, and leaves no trace."""
         super().finish_gradient_sync()
-        if self._is_finite:
+        if not self._are_finite or torch.stack(self._are_finite).all():
             self.remaining = self._unsent
         else:
             for compressor, snapshot in self._snapshots.items():
                 compressor.restore(snapshot)
-        self._unsent, self._snapshots, self._is_finite = {}, {}, True
+        self._unsent, self._snapshots, self._are_finite = {}, {}, []
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step such as the last one."""
