@@ -106,6 +106,16 @@ mutant(
 )
 
 mutant(
+    "diloco_finishes_after_other_numbers_of_steps",
+    "Replicas end unequal without a word: one rank has taken more steps than the others.",
+    target="training.guard.refuse_unequal_steps",
+    changes={"if len(set(steps)) > 1:": "if False:"},
+    killer=AVERAGING
+    + "test_streaming_diloco_refuses_to_finish_where_ranks_have_taken_other_numbers_of_steps",
+    fails_with="DID NOT RAISE",
+)
+
+mutant(
     "diloco_sign_of_the_change",
     "The loss rises: the ranks' change has the other sign, so the outer optimizer goes back.",
     target="low_communication.train_diloco_plain.DiLoCo.outer_step",

@@ -39,6 +39,14 @@ mutant(
 )
 
 mutant(
+    "clipped_by_squares_for_any_norm",
+    "With norm_type 1 gradients are clipped too little: squares are added up whatever the norm is.",
+    target="training.clipping.clip_grad_norm_",
+    changes={"sizes.pow_(norm_type)": "sizes.pow_(2.0)"},
+    killer="tests/test_wrappers.py::test_gradients_are_clipped_by_any_norm_as_on_one_process",
+)
+
+mutant(
     "targets_counted_that_have_weights",
     "With weights of classes gradients are off by a few percent: targets are counted, and not their weights.",
     target="training.valid_targets.valid_targets",

@@ -130,6 +130,15 @@ mutant(
 )
 
 mutant(
+    "zero_adds_to_the_gradients_of_the_step_before",
+    "With model.zero_grad() in the loop gradients grow from step to step: those of shards are not dropped.",
+    target="training.shard_guard._refuse_old_gradients",
+    changes={"if any(gradient.as_subclass(Tensor).any() for gradient in gradients):": "if False:"},
+    killer=WRAPPERS + "test_what_would_train_wrongly_is_refused_in_a_sentence",
+    fails_with="DID NOT RAISE",
+)
+
+mutant(
     "zero3_trains_what_is_frozen",
     "Weights that a user has frozen are trained: the shard was frozen, and the full parameter was not.",
     target="training.shard_guard._refuse_frozen",
