@@ -90,6 +90,21 @@ mutant(
 )
 
 mutant(
+    "bucket_waited_for_in_its_hook",
+    "Nothing is hidden: the hook that sends a bucket waits for it, and the backward with it.",
+    target="data_parallel.train_bucket_overlap.BucketDataParallel._launch",
+    changes={
+        'self.in_flight.append(all_reduce(bucket.flat, "mean", self.group, async_op=True))': (
+            'self.in_flight.append(all_reduce(bucket.flat, "mean", self.group, async_op=True))\n'
+            "self.in_flight[-1].wait()"
+        )
+    },
+    killer="tests/data_parallel/test_replicas.py::"
+    "test_a_backward_does_not_wait_for_its_messages_and_their_results_are_awaited",
+    symptom="Buckets leave during the backward, and a step takes as long as without overlap.",
+)
+
+mutant(
     "bucket_summed",
     "Buckets hold the sum over ranks: with SGD, twice as many ranks double the learning rate.",
     target="data_parallel.train_bucket_overlap.BucketDataParallel._launch",

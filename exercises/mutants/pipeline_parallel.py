@@ -102,13 +102,10 @@ mutant(
 )
 
 mutant(
-    "pipeline_cut_evenly_from_behind",
-    (
-        "Beside an expensive stage the others are uneven: the last stages are as cheap as they can be, "
-        "although the most expensive one sets the pace."
-    ),
+    "pipeline_cut_by_the_largest_stage_only",
+    "Beside an expensive stage the others are uneven: they count only if they are more expensive.",
     target="pipeline_parallel.stage.cut",
-    changes={"<= most:": "<= least(start, stages):"},
+    changes={"(cost**2 + squares, (-end, *ends))": "(max(cost**2, squares), (-end, *ends))"},
     killer="tests/pipeline_parallel/test_stage.py::test_beside_an_expensive_part_the_others_are_even",
 )
 
