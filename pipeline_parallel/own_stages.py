@@ -65,7 +65,7 @@ class OwnStages(nn.Module):
         # Boundary s is the input of stage s; the last boundary is the output of the last stage.
         self.boundaries = {0: example.to("meta")}
         for s, stage in enumerate(stages):
-            stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s], s)
+            stage.output = self.boundaries[s + 1] = stage.output_like(self.boundaries[s], s, recompute)
         stages[-1].loss_of = partial(loss_of)  # no submodule: its weights are not those of the model
         self._refuse_other_means: Any = None
         if tick is None and microbatches > 1:  # with the clock there is no loss

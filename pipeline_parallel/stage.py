@@ -76,7 +76,7 @@ class Stage(nn.Module):
         # Under torch.autocast the next stage still gets the dtype that it expects.
         return x if self.output is None else x.to(self.output.dtype)
 
-    def output_like(self, x: Tensor, number: int = 0) -> Tensor:
+    def output_like(self, x: Tensor, number: int = 0, recompute: bool = False) -> Tensor:
         """Return the shape and dtype of the output, as a tensor on device "meta"; nothing is computed.
 
         It is a run without numbers, of which the modules keep nothing: no buffer, no attribute. As in
@@ -85,9 +85,12 @@ class Stage(nn.Module):
         held = {name: _like(tensor) for name, tensor in (*self.named_parameters(), *self.named_buffers())}
         before = [(part, vars(part).copy(), part._buffers.copy()) for part in self.modules()]
         try:
-            given = x.detach().to("meta").requires_grad_(number > 0)
+            given = torch.empty_like(x, device="meta", requires_grad=number > 0)
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
-                return functional_call(self, held, (given,)).detach()
+                made = functional_call(self, held, (given,)).detach()
+            if recompute and given._version > 0:  # the input of the second forward would be another one
+                raise RuntimeError("an in-place operation")
+            return made
         except (RuntimeError, ValueError) as error:
             why = reason(error).rstrip(".")
             if "in-place" in why:
