@@ -2,7 +2,7 @@
 
       when watched       a layer has sparse gradients, or an optimizer looks at more than one number at a time
       in a forward       a parameter was added, replaced, frozen or cast after wrapping: no hook, no shard; or
-                         the ranks that divide each layer have different inputs
+                         the ranks that divide each layer have different inputs or targets
       in a backward      the gradients of the backward before it are still being sent; or the optimizer has
                          stepped since the forward, and the parameters are gathered again, with other values
       before a step      finish_gradient_sync() was forgotten: each rank has gradients of its own; step() has
@@ -16,7 +16,8 @@ trains the same, and refuses nothing.
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on
       watch(model)                              the same for one object
 
-All ranks run one program, so each notices its mistakes alone; only for inputs do ranks compare digests.
+All ranks run one program, so each notices its mistakes alone; only for inputs and targets do ranks compare
+digests. What concerns shards alone is in shard_guard.py, and what a load leaves behind in loads.py.
 """
 
 import copy
