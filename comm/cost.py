@@ -223,14 +223,12 @@ def fastest(op: str, num_bytes: int | None, group: Group = None) -> str:
         return PATTERNS[op][0]
     link = link_of(group)
     predicted = {pattern: seconds(op, pattern, num_bytes, ranks, link) for pattern in PATTERNS[op]}
-    if "hierarchical" in predicted:
+    if predicted.pop("hierarchical", None) is not None:
         by_host = ranks_by_host(hosts_of(peer_wire(group)))
-        del predicted["hierarchical"]
-        if len(by_host) > 1 and len({len(of_host) for of_host in by_host}) == 1:
-            own_host = next(of_host for of_host in by_host if dist.get_rank(group) in of_host)
-            inner = link_of(group, own_host)
-            how = num_bytes, ranks, len(by_host), inner, link
-            predicted["hierarchical"] = hierarchical_seconds(*how)
+        own_host = next(of_host for of_host in by_host if dist.get_rank(group) in of_host)
+        if len(by_host) > 1 and all(len(of_host) == len(own_host) for of_host in by_host):
+            links = link_of(group, own_host), link
+            predicted["hierarchical"] = hierarchical_seconds(num_bytes, ranks, len(by_host), *links)
     good = [pattern for pattern, took in predicted.items() if took <= 1.05 * min(predicted.values())]
     return "pipelined_ring" if "pipelined_ring" in good else good[0]
 

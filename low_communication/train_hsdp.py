@@ -77,7 +77,8 @@ class HybridShardedDataParallel(FullyShardedDataParallel):
         self.replicas = replicas
         for tensor in [*module.buffers(), *(unit.flat_shard for unit in self.units)]:
             broadcast(tensor, root=0, group=replicas)
-        self._in_machine: dict[Unit, None] = {}  # units whose gradients are not yet averaged over machines
+        # Units whose gradients are not yet averaged over machines. A dict keeps their order, a set does not.
+        self._in_machine: dict[Unit, None] = {}
         self._averaging: list[tuple[Unit, Tensor, Work]] = []
         self.require_backward_grad_sync = True  # DDP's name; False in all microbatches but the last
 

@@ -10,7 +10,7 @@
                          which the rank has a shard
       with a shard       its norm, or another number for which all of the tensor is needed
 
-The guard stands outside: it observes, and marks shards as such (`Shard`). A wrapper that nobody watches
+The guard stands outside: it observes, and marks shards as such (`Shard`). A wrapper that is not watched
 trains the same, and refuses nothing.
 
       @guarded class NaiveDataParallel ...      each object of the class is watched from its constructor on

@@ -64,7 +64,7 @@ def listen(store: dist.Store) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> Connection:
-    """Return a connection to the rank that waits. A stranger that sends half a message is left behind."""
+    """Return a connection to the rank that waits. It gives up after half a message (of another program)."""
     end, _ = listener.accept()
     watch_the_machine(end)
     if os.name == "posix":

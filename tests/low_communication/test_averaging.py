@@ -391,7 +391,7 @@ def test_diloco_refuses_a_checkpoint_after_wrapping(cluster: Cluster, tmp_path):
 @on_ranks(2)
 def test_streaming_diloco_refuses_to_finish_where_ranks_have_taken_other_numbers_of_steps(cluster: Cluster):
     model = StreamingDiLoCo(Odd(0), sync_every=2)
-    for _ in range(2 + 2 * cluster.rank):  # each rank ends with a synchronisation, in which it met nobody
+    for _ in range(2 + 2 * cluster.rank):  # each rank ends with a synchronisation, which is not done here
         with mock.patch.object(model, "_average", lambda *_: mock.Mock()):
             model.after_step()
     with pytest.raises(WorkbookError, match=r"The ranks have taken \[2, 4\] steps, so their models differ"):
